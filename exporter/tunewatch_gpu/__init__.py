@@ -1,0 +1,1 @@
+"""The GPU sidecar of tunewatch: NVML and nvidia-smi readings as Prometheus metrics."""
