@@ -1,0 +1,133 @@
+"""What an exception means for a fine-tuning run, said without quoting it.
+
+The message of an exception may hold a row of the data, a prompt or a token, so it never leaves the process: it is
+looked at here, where it is, and only its kind goes on.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import traceback
+from typing import Any
+
+# Ordered: the first match decides. Each pattern is looked for in "TypeName: message".
+_MESSAGES: tuple[tuple[str, str], ...] = (
+    ("shm", r"DataLoader worker.*(Bus error|shared memory)|insufficient shared memory|No space left on device.*/dev/shm"),
+    ("oom_host", r"DataLoader worker.*killed by signal: Killed"),
+    ("oom_gpu", r"(CUDA|HIP|XPU|NPU) out of memory|MPS backend out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDA error: out of memory"),
+    ("oom_gpu", r"^(torch\.)?OutOfMemoryError"),
+    ("oom_host", r"DefaultCPUAllocator: (can't|not enough)|Cannot allocate memory|^MemoryError|ArrayMemoryError|std::bad_alloc"),
+    ("disk_full", r"No space left on device|os error 28|Disk quota exceeded|os error 122|file write failed|PytorchStreamWriter failed writing"),
+    ("nccl_timeout", r"(NCCL|collective operation|ProcessGroup\w+).*(timeout|timed out)|Watchdog caught collective|Timed out waiting \d+ms for (recv|send)"),
+    ("gpu_lost", r"unspecified launch failure|fallen off the bus|GPU is lost|uncorrectable ECC|device handle for GPU|no CUDA-capable device"),
+    ("auth", r"GatedRepoError|LocalTokenNotFound|gated repo|\b401\b.*(Unauthorized|Client Error)|\b403\b.*Forbidden|Invalid user token|Please log in|Unauthorized for url"),
+    ("checkpoint_corrupt", r"SafetensorError|Weights only load failed|PytorchStreamReader failed|incomplete metadata, file not fully covered|Can't find a valid checkpoint|checkpoint is corrupt"),
+    ("config", r"RepositoryNotFoundError|RevisionNotFoundError|is not a local folder and is not a valid model identifier|Repo id must|No such (model|repo)|HFValidationError"),
+    ("config", r"Target modules .* not found|unexpected keyword argument|No module named|ImportError|ModuleNotFoundError|PackageNotFoundError|not support(ed)? bf16|doesn't support (bf16|fp16)|Your setup doesn't support"),
+    ("config", r"No valid checkpoint found|Unrecognized (model|configuration)|is not a valid .*Strategy|ValidationError|requires the .* library"),
+    ("hub", r"HfHubHTTPError|LocalEntryNotFoundError|OfflineModeIsEnabled|Connection error.*hugging|couldn't connect to|We couldn't connect"),
+    ("nan", r"FloatingPointError|returned nan values|contains either `?inf`?, `?nan`?|loss is (nan|inf)"),
+    ("data", r"DatasetNotFound|DatasetGenerationError|DataFilesNotFound|EmptyDatasetError|UnicodeDecodeError|ArrowInvalid|Unable to create tensor|index out of range in self|CUDA error: device-side assert"),
+)  # fmt: skip
+_COMPILED = tuple((reason, re.compile(pattern, re.IGNORECASE | re.DOTALL)) for reason, pattern in _MESSAGES)
+
+_DATA_FRAMES = ("sft_trainer.py", "data_collator.py", "data_utils.py", "arrow_dataset.py", "datasets/", "tokenization_")
+_CONFIG_FRAMES = ("training_args.py", "sft_config.py", "configuration_utils.py", "auto_factory.py", "hf_argparser.py")
+_RESUME_FUNCTIONS = ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "load_from_json", "_load_rng_state")
+
+MAX_FRAMES = 12
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """Return `type`, `bases`, `reason`, `detail` and `frames` of an exception, free of its message.
+
+    `reason` is one of the closed list of `tunewatch_run_end_info`; "unknown" where nothing fits. `detail` is a
+    short text that is safe to show: either words of our own errors, or numbers picked from a known message.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    return {
+        "type": type(error).__name__,
+        "bases": [base.__name__ for base in type(error).__mro__[1:-2]],
+        "reason": classify(error),
+        "detail": safe_detail(error),
+        "frames": [f"{os.path.basename(f.filename)}:{f.lineno} {f.name}" for f in frames[-MAX_FRAMES:]],
+    }
+
+
+def classify(error: BaseException) -> str:
+    """Return the reason code of an exception, looking along its causes."""
+    for link in _chain(error):
+        own = getattr(link, "tunewatch_reason", None)
+        if isinstance(own, str):
+            return own
+        reason = _classify_one(link)
+        if reason is not None:
+            return reason
+    return _classify_by_place(error) or "unknown"
+
+
+def safe_detail(error: BaseException) -> str:
+    """Return words about the exception that quote no data: ours, or figures of a known message."""
+    for link in _chain(error):
+        if isinstance(getattr(link, "tunewatch_reason", None), str):
+            return str(link)[:500]
+        tried = re.search(r"Tried to allocate ([\d.]+ [KMGT]iB)", str(link))
+        if tried:
+            return f"tried to allocate {tried.group(1)}"
+        tried = re.search(r"you tried to allocate (\d+) bytes", str(link))
+        if tried:
+            return f"tried to allocate {int(tried.group(1)) / 2**30:.1f} GiB"
+        if isinstance(link, OSError) and link.errno is not None:
+            name = os.path.basename(str(link.filename)) if link.filename else ""
+            return f"{os.strerror(link.errno)}{': ' + name if name else ''}"[:200]
+        if isinstance(link, ModuleNotFoundError) and link.name:
+            return f"no module named {link.name}"[:200]
+    return ""
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    links: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in links and len(links) < 8:
+        links.append(link)
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return links
+
+
+def _classify_one(error: BaseException) -> str | None:
+    if isinstance(error, (KeyboardInterrupt, SystemExit)):
+        return "cancelled" if isinstance(error, KeyboardInterrupt) else None
+    number = getattr(error, "errno", None)
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return "disk_full"
+    if number == errno.ENOMEM:
+        return "oom_host"
+    text = f"{type(error).__name__}: {error}"[:20_000]
+    for reason, pattern in _COMPILED:
+        if pattern.search(text):
+            return reason
+    if _in_functions(error, _RESUME_FUNCTIONS):
+        return "checkpoint_corrupt"
+    if isinstance(error, FileNotFoundError):
+        return "missing_file"
+    if isinstance(error, (PermissionError, NotADirectoryError, IsADirectoryError)):
+        return "config"
+    return None
+
+
+def _classify_by_place(error: BaseException) -> str | None:
+    if not isinstance(error, (KeyError, ValueError, TypeError, IndexError, AttributeError)):
+        return None
+    frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    for filename in reversed(frames):
+        if any(part in filename for part in _CONFIG_FRAMES):
+            return "config"
+        if any(part in filename for part in _DATA_FRAMES):
+            return "data"
+    return None
+
+
+def _in_functions(error: BaseException, names: tuple[str, ...]) -> bool:
+    return any(frame.name in names for frame in traceback.extract_tb(error.__traceback__))

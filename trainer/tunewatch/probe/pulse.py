@@ -1,0 +1,149 @@
+"""The pulse: the numbers of this instant, in an mmap that survives the death of its writer.
+
+A file of little-endian doubles behind a sequence counter (a seqlock): the counter is odd while a write is going
+on, so that a reader of another process either gets a consistent copy or reads again. A write costs about two
+microseconds and no system call. Unknown is NaN.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import struct
+import time
+from collections.abc import Mapping
+
+MAGIC = 0x5457_5055_4C53_4531  # "TWPULSE1"
+
+PHASES = ("prepare", "data", "compute", "evaluate", "save", "package")
+"""What a training process can be busy with; "data" is waiting for the next batch."""
+
+STEP_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+"""Upper bounds, in seconds, of the step duration histogram; one more bucket counts the rest."""
+
+FIELDS: tuple[str, ...] = (
+    "pid",
+    "rank",
+    "step",  # optimizer step of the whole run
+    "max_steps",
+    "epoch",
+    "step_time",  # Unix seconds of the last step's end
+    "step_monotonic",
+    "activity_time",  # Unix seconds of the last sign of life: step, micro-batch, evaluation batch, row, phase
+    "activity_monotonic",
+    "phase",  # index into PHASES
+    "phase_monotonic",  # when the phase began
+    "first_step",  # 1 while no step of this session has ended
+    "steps_total",
+    "samples_total",
+    "tokens_all_total",  # elements of input_ids given to this rank, padding included
+    "steps_skipped_total",  # optimizer steps that the fp16 loss scaler skipped
+    "batch_size_restarts_total",
+    "nonfinite_loss_steps",
+    "nonfinite_grad_norm_steps",
+    "nonfinite_streak",
+    "first_nonfinite_step",
+    "grad_norm_seen",  # 1 when the norm of each step is looked at, not only the logged ones
+    "eval_batches",
+    "evaluations",
+    "saves",
+    *(f"{phase}_seconds" for phase in PHASES),
+    "step_seconds_sum",
+    "step_seconds_count",
+    *(f"step_bucket_{index}" for index in range(len(STEP_BUCKETS) + 1)),
+    "memory_allocated_bytes",
+    "memory_reserved_bytes",
+    "memory_peak_bytes",
+    "events_written",
+    "append_errors",
+    "hook_calls",
+    "hook_seconds",  # time spent in our code on the training thread
+    "hook_max_seconds",  # the longest single call, preemption by other processes taken out
+    "hook_errors",
+)
+INDEX = {name: position for position, name in enumerate(FIELDS)}
+UNKNOWN_AT_START = frozenset(
+    {
+        "step", "max_steps", "epoch", "step_time", "step_monotonic", "first_nonfinite_step",
+        "memory_allocated_bytes", "memory_reserved_bytes", "memory_peak_bytes",
+    }
+)  # fmt: skip
+
+_HEADER = struct.Struct("<QQ")  # magic, sequence
+_BODY = struct.Struct(f"<{len(FIELDS)}d")
+SIZE = _HEADER.size + _BODY.size
+
+
+class Pulse:
+    """The writing side. Not thread-safe: one thread of one process writes a pulse."""
+
+    def __init__(self, path: str, *, rank: int) -> None:
+        """Create `path` anew. Raises OSError where the disk has no room for it or can not be written."""
+        self.values = [0.0] * len(FIELDS)
+        for name in UNKNOWN_AT_START:
+            self.values[INDEX[name]] = math.nan
+        self._sequence = 0
+        # Real pages, not a sparse file: a page that can not be allocated later would be a SIGBUS, that is the
+        # death of the training.
+        temporary = f"{path}.{os.getpid()}"
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, b"\0" * SIZE)
+            os.fsync(fd)
+            self._map = mmap.mmap(fd, SIZE)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+        finally:
+            os.close(fd)
+        now = time.monotonic()
+        self.update(
+            pid=os.getpid(), rank=rank, first_step=1.0, phase_monotonic=now,
+            activity_time=time.time(), activity_monotonic=now,
+        )  # fmt: skip
+        os.rename(temporary, path)
+
+    def update(self, **values: float) -> None:
+        """Set fields by name, all of them visible to a reader at once."""
+        for name, value in values.items():
+            self.values[INDEX[name]] = value
+        self.publish()
+
+    def add(self, name: str, amount: float = 1.0) -> None:
+        """Add to a field; a reader sees it with the next `publish` or `update`."""
+        self.values[INDEX[name]] += amount
+
+    def get(self, name: str) -> float:
+        return self.values[INDEX[name]]
+
+    def publish(self) -> None:
+        self._sequence += 1
+        _HEADER.pack_into(self._map, 0, MAGIC, self._sequence)
+        _BODY.pack_into(self._map, _HEADER.size, *self.values)
+        self._sequence += 1
+        _HEADER.pack_into(self._map, 0, MAGIC, self._sequence)
+
+
+def read_pulse(path: str) -> Mapping[str, float] | None:
+    """Return a consistent copy of the pulse at `path`, or None where there is none (yet).
+
+    A writer that was killed in the middle of a write leaves its counter odd for ever; after a few tries the
+    values are taken as they are, for they are all that will ever be known.
+    """
+    for attempt in range(8):
+        try:
+            with open(path, "rb") as file:
+                raw = file.read(SIZE)
+                file.seek(0)
+                again = file.read(_HEADER.size)
+        except FileNotFoundError:
+            return None
+        if len(raw) < SIZE or _HEADER.unpack_from(raw)[0] != MAGIC:
+            return None
+        sequence = _HEADER.unpack_from(raw)[1]
+        if sequence % 2 == 0 and _HEADER.unpack(again)[1] == sequence:
+            break
+        if attempt >= 3:
+            time.sleep(0.001)
+    return dict(zip(FIELDS, _BODY.unpack_from(raw, _HEADER.size), strict=True))

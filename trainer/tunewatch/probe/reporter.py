@@ -1,0 +1,502 @@
+"""Turns the events of a transformers training loop into the run folder's events and pulse.
+
+Knows the loop's order of events (transformers 4.56 to 5.x) but imports nothing of it: what it is handed, it reads by
+attribute. The batches of a step are fetched *before* `on_step_begin`, so waiting for data is the time from the end
+of one step to the beginning of the next, less evaluation, logging and saving.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from .nonfinite import NonFiniteWatch, StepFinding
+from .pace import Pace
+from .progress import ProgressTracker
+from .pulse import INDEX, STEP_BUCKETS, Pulse
+from .values import split_finite
+from .writer import RunWriter, process_globals
+
+_Method = TypeVar("_Method", bound=Callable[..., None])
+_FIRST_BUCKET = INDEX["step_bucket_0"]
+_VERSIONS = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "unsloth", "deepspeed")
+
+
+def _quiet(method: _Method) -> _Method:
+    """Run a hook of the training thread so that no fault of ours gets out, and measure what it costs.
+
+    The longest call is kept without those during which the scheduler took the CPU away from the thread: that
+    time is not spent in our code.
+    """
+
+    @functools.wraps(method)
+    def hook(self: Reporter, *args: Any, **kwargs: Any) -> None:
+        began = time.perf_counter()
+        preempted = resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
+        try:
+            method(self, *args, **kwargs)
+        except Exception:
+            self.writer.error()
+        pulse = self.writer.pulse
+        if pulse is not None:
+            spent = time.perf_counter() - began
+            pulse.add("hook_calls")
+            pulse.add("hook_seconds", spent)
+            if spent > pulse.get("hook_max_seconds") and (
+                resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw == preempted
+            ):
+                pulse.update(hook_max_seconds=spent)
+
+    return hook  # type: ignore[return-value]
+
+
+class Reporter:
+    """One training's reporting, on one rank. Every public method is quiet and quick."""
+
+    def __init__(self, writer: RunWriter, tracker: ProgressTracker | None = None) -> None:
+        self.writer = writer
+        self.tracker = tracker or ProgressTracker()
+        self.pace = Pace()
+        self.watch = NonFiniteWatch()
+        self._main = writer.rank == 0
+        self._training = False
+        self._trainer: Any = None
+        self._resume_from: Any = None
+        self._tapped = False
+        self._began = 0.0
+        self._step_end: float | None = None  # perf_counter of the last step's end
+        self._pauses = 0.0  # evaluation and saving since then
+        self._pause_began: float | None = None
+        self._busy = "prepare"
+        self._eval_batches = 0
+        self._bad_steps = 0
+        self._streak = 0
+        self._first_loss: float | None = None
+
+    # -- from the tap -------------------------------------------------------------------------------------
+
+    @_quiet
+    def training_begins(self, trainer: Any, resume_from_checkpoint: Any) -> None:
+        self._trainer, self._resume_from, self._tapped = trainer, resume_from_checkpoint, True
+        detail = "restoring the checkpoint" if resume_from_checkpoint else "starting the training"
+        self.writer.phase("prepare", detail)
+
+    @_quiet
+    def micro_batch(self, loss: Any, inputs: Any) -> None:
+        self.watch.loss(loss)
+        pulse = self.writer.pulse
+        ids = inputs.get("input_ids") if hasattr(inputs, "get") else None
+        if pulse is not None and ids is not None and hasattr(ids, "numel"):
+            pulse.add("tokens_all_total", ids.numel())
+            pulse.add("samples_total", ids.shape[0])
+
+    @_quiet
+    def gradient_norm(self, norm: Any) -> None:
+        self.watch.grad_norm(norm)
+
+    @_quiet
+    def training_returned(self) -> None:
+        self._findings(self.watch.flush())
+        self.writer.event("train_return")
+        self._leave_training()
+
+    @_quiet
+    def training_raised(self, error: BaseException) -> None:
+        self.writer.exception(error, during="train")
+        self._leave_training()
+
+    # -- from the callback --------------------------------------------------------------------------------
+
+    @_quiet
+    def init_end(self) -> None:
+        self.writer.phase("prepare", "trainer ready")
+
+    @_quiet
+    def train_begin(self, args: Any, state: Any, **objects: Any) -> None:
+        pulse = self.writer.open_pulse()
+        restart = self._training  # no on_train_end since: auto_find_batch_size tries a smaller batch
+        if pulse is not None and restart:
+            pulse.add("batch_size_restarts_total")
+        self._training = True
+        self._began = time.monotonic()
+        self._step_end, self._pauses, self._pause_began = None, 0.0, None
+        self.pace.reset()
+        step = int(state.global_step)
+        if pulse is not None:
+            pulse.update(step=step, max_steps=_limit(state.max_steps), first_step=1.0)
+        gpus = _gpu_uuids(args)
+        if gpus:
+            self.writer.event("device", gpus=gpus)
+        if self._main:
+            model = objects.get("model")
+            self.writer.event("provenance", info=_info(args, state, model), environment=_environment())
+            self.writer.event(
+                "train_begin",
+                step=step,
+                max_steps=_limit(state.max_steps),
+                num_train_epochs=_limit(getattr(state, "num_train_epochs", None)),
+                effective=_effective(args, state),
+                nan_visibility="each step" if self._tapped else "logs only",
+                nan_filter=bool(getattr(args, "logging_nan_inf_filter", False)),
+                **_parameters(model),
+                restored=self._restored(args, step, objects),
+                output_dir=os.path.abspath(args.output_dir) if args.output_dir else None,
+                save_total_limit=getattr(args, "save_total_limit", None),
+                gpus=gpus,
+                restart=restart,
+            )
+        skipping = step > 0 and not getattr(args, "ignore_data_skip", False)
+        self._enter("data")
+        self.writer.event("phase", phase="data", detail="skipping data" if skipping else "first batch", ratio=None)
+        self.tracker.update(
+            run_id=self.writer.run_id, state="training", step=step, max_steps=_limit(state.max_steps)
+        )
+
+    @_quiet
+    def step_begin(self) -> None:
+        if self._step_end is None:
+            self._step_end = time.perf_counter()  # the first step counts from here, not from the imports
+        self._enter("compute")
+
+    @_quiet
+    def substep_end(self) -> None:
+        self.writer.alive()
+
+    @_quiet
+    def step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        now = time.perf_counter()
+        seconds = max(0.0, now - (self._step_end if self._step_end is not None else now) - self._pauses)
+        self._step_end, self._pauses, self._pause_began = now, 0.0, None
+        self.pace.step(seconds)
+        step = int(state.global_step)
+        skipped = bool(getattr(objects.get("optimizer"), "step_was_skipped", False))
+        self._findings(self.watch.step_end(step, skipped=skipped))
+        pulse = self.writer.open_pulse()
+        if pulse is not None:
+            self._publish_step(pulse, state, step, seconds, skipped)
+        if getattr(control, "should_evaluate", False):
+            self._begin_pause("evaluate", "")
+        elif getattr(control, "should_save", False):
+            self._begin_pause("save", f"checkpoint-{step}")
+        else:
+            self._enter("data")
+        elapsed = time.monotonic() - self._began
+        self.tracker.update(
+            step=step, max_steps=_limit(state.max_steps), epoch=state.epoch,
+            elapsed_seconds=elapsed, eta_seconds=self.pace.eta(step, state.max_steps),
+        )  # fmt: skip
+
+    @_quiet
+    def log(self, args: Any, state: Any, logs: Any) -> None:
+        if not self.watch.asynchronous:
+            self._findings(self.watch.flush())
+        if not self._main:
+            return
+        values, nonfinite = split_finite(logs or {})
+        self.writer.event(
+            "log", step=int(state.global_step), epoch=_finite(state.epoch), values=values, nonfinite=nonfinite,
+            tokens_seen=getattr(state, "num_input_tokens_seen", None) or None,
+        )  # fmt: skip
+        self._memory()
+        update = {key: values[key] for key in ("loss", "learning_rate", "grad_norm", "eval_loss") if key in values}
+        update.update({key: float(text) for key, text in nonfinite.items() if key in ("loss", "grad_norm", "eval_loss")})
+        if "num_tokens" in values:
+            update["tokens_seen"] = values["num_tokens"]
+        self.tracker.update(**update)
+
+    @_quiet
+    def prediction_step(self) -> None:
+        if self._busy != "evaluate":
+            self._begin_pause("evaluate", "")
+        self._eval_batches += 1
+        pulse = self.writer.pulse
+        if pulse is not None:
+            pulse.add("eval_batches")
+        self.writer.alive()
+
+    @_quiet
+    def evaluate(self, state: Any, control: Any) -> None:
+        seconds = self._end_pause()
+        pulse = self.writer.pulse
+        if pulse is not None:
+            pulse.add("evaluations")
+        if self._main:
+            self.writer.event("evaluate", step=int(state.global_step), seconds=seconds, batches=self._eval_batches)
+        self._eval_batches = 0
+        if getattr(control, "should_save", False):
+            self._begin_pause("save", f"checkpoint-{int(state.global_step)}")
+        else:
+            self._enter("data")
+
+    @_quiet
+    def save(self, args: Any, state: Any) -> None:
+        seconds = self._end_pause() if self._busy == "save" else None
+        pulse = self.writer.pulse
+        if pulse is not None:
+            pulse.add("saves")
+        if self._main:
+            step = int(state.global_step)
+            self.writer.event("save", step=step, checkpoint=f"checkpoint-{step}", seconds=seconds)
+        self._enter("data")
+
+    @_quiet
+    def epoch_end(self, state: Any, control: Any) -> None:
+        if self._main:
+            self.writer.event("epoch", step=int(state.global_step), epoch=_finite(state.epoch))
+        if getattr(control, "should_evaluate", False):
+            self._begin_pause("evaluate", "")
+        elif getattr(control, "should_save", False):
+            self._begin_pause("save", f"checkpoint-{int(state.global_step)}")
+
+    @_quiet
+    def train_end(self, state: Any, control: Any) -> None:
+        self._findings(self.watch.flush())
+        self._training = False
+        if self._main:
+            self.writer.event(
+                "train_end", step=int(state.global_step), max_steps=_limit(state.max_steps),
+                requested_stop=bool(getattr(control, "should_training_stop", False)),
+            )  # fmt: skip
+        self._busy = "package"
+        self.writer.phase("package", "after the training")
+
+    # -- inside -------------------------------------------------------------------------------------------
+
+    def _enter(self, phase: str) -> None:
+        self._busy = phase
+        self.writer.enter(phase)
+
+    def _begin_pause(self, phase: str, detail: str) -> None:
+        if self._busy == phase:
+            return
+        self._end_pause()
+        self._pause_began = time.perf_counter()
+        self._busy = phase
+        if self._main:
+            self.writer.phase(phase, detail)
+        else:
+            self.writer.enter(phase)
+
+    def _end_pause(self) -> float | None:
+        if self._pause_began is None:
+            return None
+        seconds = time.perf_counter() - self._pause_began
+        self._pauses += seconds
+        self._pause_began = None
+        self.pace.pause(seconds)
+        return seconds
+
+    def _leave_training(self) -> None:
+        self._training, self._trainer, self._tapped = False, None, False
+
+    def _publish_step(self, pulse: Pulse, state: Any, step: int, seconds: float, skipped: bool) -> None:
+        bucket = next((i for i, bound in enumerate(STEP_BUCKETS) if seconds <= bound), len(STEP_BUCKETS))
+        pulse.values[_FIRST_BUCKET + bucket] += 1
+        pulse.add("step_seconds_sum", seconds)
+        pulse.add("step_seconds_count")
+        pulse.add("steps_total")
+        pulse.add("steps_skipped_total", float(skipped))
+        wall, monotonic = time.time(), time.monotonic()
+        pulse.update(
+            step=step, max_steps=_limit(state.max_steps), epoch=_finite(state.epoch), first_step=0.0,
+            step_time=wall, step_monotonic=monotonic, activity_time=wall, activity_monotonic=monotonic,
+            grad_norm_seen=float(self.watch.norms_seen > 0),
+        )  # fmt: skip
+
+    def _findings(self, findings: list[StepFinding]) -> None:
+        pulse = self.writer.open_pulse() if findings else None
+        for found in findings:
+            if not found.bad:
+                if self._streak:
+                    self.writer.event("finite", step=found.step)
+                    self._streak = 0
+                    if pulse is not None:
+                        pulse.update(nonfinite_streak=0.0)
+                continue
+            self._streak += 1
+            self._bad_steps += 1
+            if pulse is not None:
+                pulse.add("nonfinite_loss_steps", float(found.loss))
+                pulse.add("nonfinite_grad_norm_steps", float(found.grad_norm))
+                if math.isnan(pulse.get("first_nonfinite_step")):
+                    pulse.update(first_nonfinite_step=float(found.step))
+                pulse.update(nonfinite_streak=float(self._streak))
+            if self._bad_steps <= 50 or self._bad_steps & (self._bad_steps - 1) == 0:
+                self.writer.event("nonfinite", step=found.step, loss=found.loss, grad_norm=found.grad_norm)
+
+    def _memory(self) -> None:
+        torch, pulse = sys.modules.get("torch"), self.writer.pulse
+        if torch is None or pulse is None or not hasattr(torch, "cuda") or not torch.cuda.is_initialized():
+            return
+        pulse.update(
+            memory_allocated_bytes=float(torch.cuda.memory_allocated()),
+            memory_reserved_bytes=float(torch.cuda.memory_reserved()),
+            memory_peak_bytes=float(torch.cuda.max_memory_allocated()),
+        )
+
+    def _restored(self, args: Any, step: int, objects: dict[str, Any]) -> dict[str, bool | None]:
+        """Which parts of the training state a resume brought back; null for what can not be known.
+
+        A checkpoint without optimizer.pt or scheduler.pt resumes without a word: the step goes on, the learning
+        rate starts again at its warm-up.
+        """
+        if step == 0:
+            return {"optimizer": None, "scheduler": None, "rng": None, "data_order": None}
+        folder = self._checkpoint_folder(args)
+        has = {name: _holds(folder, prefix) for name, prefix in _STATE_FILES.items()}
+        optimizer: bool | None = None
+        try:
+            # An optimizer without state of its own (plain SGD) is restored when its file was there.
+            optimizer = len(objects["optimizer"].state) > 0 or (bool(has["optimizer"]) and bool(has["scheduler"]))
+        except (KeyError, AttributeError, TypeError):
+            pass
+        scheduler: bool | None = None
+        last_epoch = getattr(objects.get("lr_scheduler"), "last_epoch", None)
+        if isinstance(last_epoch, int):
+            scheduler = last_epoch > 0
+        return {
+            "optimizer": optimizer,
+            "scheduler": scheduler,
+            "rng": has["rng"],
+            "data_order": not getattr(args, "ignore_data_skip", False),
+        }
+
+    def _checkpoint_folder(self, args: Any) -> str | None:
+        if isinstance(self._resume_from, (str, os.PathLike)):
+            return os.fspath(self._resume_from)
+        if self._resume_from is True and args.output_dir:
+            last = sys.modules["transformers"].trainer_utils.get_last_checkpoint(args.output_dir)
+            return last if isinstance(last, str) else None
+        return None
+
+
+_STATE_FILES = {"optimizer": "optimizer", "scheduler": "scheduler", "rng": "rng_state"}
+
+
+def _holds(folder: str | None, prefix: str) -> bool | None:
+    if folder is None:
+        return None
+    try:
+        return any(name.startswith(prefix) for name in os.listdir(folder))
+    except OSError:
+        return None
+
+
+def _limit(value: Any) -> float | None:
+    """A total, or None where there is none (transformers writes sys.maxsize for "no end")."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 2**53:
+        return None
+    return value
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+def _gpu_uuids(args: Any) -> list[str]:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return []
+    indices = range(torch.cuda.device_count()) if getattr(args, "n_gpu", 1) > 1 else [torch.cuda.current_device()]
+    visible = [item.strip() for item in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    found = []
+    for index in indices:
+        if index < len(visible) and visible[index].startswith("MIG-"):
+            found.append(visible[index])  # torch names the parent card, not the slice
+            continue
+        uuid = str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
+        if uuid:
+            found.append(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
+    return found
+
+
+def _effective(args: Any, state: Any) -> dict[str, Any]:
+    """The arguments as they took effect (a resume takes some of them from the checkpoint)."""
+    per_device = getattr(state, "train_batch_size", None) or getattr(args, "per_device_train_batch_size", None)
+    accumulation = getattr(args, "gradient_accumulation_steps", None)
+    world = getattr(args, "world_size", None) or 1
+    effective = {
+        "per_device_train_batch_size": per_device,
+        "gradient_accumulation_steps": accumulation,
+        "world_size": world,
+        "batch_size": per_device * accumulation * world if per_device and accumulation else None,
+        "precision": _precision(args),
+    }
+    for name in ("logging_steps", "eval_steps", "save_steps"):
+        effective[name] = getattr(state, name, None) or getattr(args, name, None)
+    for name in ("learning_rate", "warmup_steps", "warmup_ratio", "lr_scheduler_type", "seed", "data_seed", "optim",
+                 "max_grad_norm", "weight_decay", "gradient_checkpointing", "max_length", "packing",
+                 "ignore_data_skip", "load_best_model_at_end", "push_to_hub"):  # fmt: skip
+        value = getattr(args, name, None)
+        effective[name] = getattr(value, "value", value)
+    return {key: value for key, value in effective.items() if isinstance(value, (str, int, float, bool))}
+
+
+def _precision(args: Any) -> str:
+    return "bf16" if getattr(args, "bf16", False) else "fp16" if getattr(args, "fp16", False) else "fp32"
+
+
+def _info(args: Any, state: Any, model: Any) -> dict[str, Any]:
+    effective = _effective(args, state)
+    info = {key: effective.get(key) for key in ("batch_size", "learning_rate", "max_length", "precision", "seed")}
+    peft = next(iter((getattr(model, "peft_config", None) or {}).values()), None)
+    config = getattr(model, "config", None)
+    name = getattr(peft, "base_model_name_or_path", None) or getattr(config, "_name_or_path", None)
+    if name:
+        info["base_model"] = _model_name(str(name))
+    kind = getattr(peft, "peft_type", None)
+    info["method"] = str(getattr(kind, "value", kind)).lower() if peft is not None else "full"
+    for label, field in (("lora_r", "r"), ("lora_alpha", "lora_alpha")):
+        info[label] = getattr(peft, field, None)
+    return {key: value for key, value in info.items() if isinstance(value, (str, int, float)) and value != ""}
+
+
+def _model_name(name: str) -> str:
+    """A hub id as it is; of a local path only the last component."""
+    return os.path.basename(name.rstrip("/")) if os.path.isabs(name) or name.startswith(".") or os.path.isdir(name) else name
+
+
+def _environment() -> dict[str, str]:
+    found = {"python": sys.version.split()[0]}
+    for name in _VERSIONS:
+        version = getattr(sys.modules.get(name), "__version__", None)
+        if isinstance(version, str):
+            found[name] = version
+    cuda = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None)
+    if isinstance(cuda, str):
+        found["cuda"] = cuda
+    return found
+
+
+def _parameters(model: Any) -> dict[str, int | None]:
+    try:
+        trainable = total = 0
+        for parameter in model.parameters():
+            count = getattr(parameter, "ds_numel", None) or parameter.numel()
+            total += count
+            trainable += count if parameter.requires_grad else 0
+    except Exception:
+        return {"trainable_parameters": None, "total_parameters": None}
+    return {"trainable_parameters": trainable, "total_parameters": total}
+
+
+def claim(reporter: Reporter, control: Any) -> bool:
+    """Make `reporter` the one that reports on the trainer of `control`; False when another one does already.
+
+    A script with our callback that runs under `tunewatch exec` has two of them on one trainer. The trainer's control
+    object stands for the trainer: it is its own, and every callback is handed it.
+    """
+    owners: dict[int, tuple[Any, Reporter]] = process_globals().setdefault("owners", {})
+    held, owner = owners.setdefault(id(control), (control, reporter))
+    if held is not control:
+        owners[id(control)] = (control, reporter)
+        return True
+    while len(owners) > 8:
+        del owners[next(iter(owners))]
+    return owner is reporter

@@ -1,0 +1,259 @@
+"""The writing side of a run folder: events, and the pulse of this process."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import platform
+import sys
+import threading
+import time
+import traceback
+import uuid
+from typing import Any
+
+from .pulse import INDEX, PHASES, Pulse
+
+EVENTS = "events.jsonl"
+ERRORS = "probe-errors.log"
+MAX_PENDING = 1000
+"""Lines kept in memory while the disk takes none; the oldest are dropped first, and all of it is counted."""
+
+
+def process_start(pid: int) -> int | None:
+    """Return the start time of a process in clock ticks since boot (field 22 of /proc/PID/stat), or None.
+
+    Together with the pid it names a process for good: pids are used again.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rsplit(b")", 1)[1].split()[19])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+class RunWriter:
+    """Writes what happens in this process into a run folder; inert where there is no folder.
+
+    No method raises into its caller, whatever the disk does: a line that could not be written is kept and
+    tried again with the next one, and counted in the pulse (`append_errors`).
+    """
+
+    def __init__(self, folder: str | None, *, way: str = "callback") -> None:
+        self.folder = folder
+        self.run_id = os.path.basename(folder.rstrip("/")) if folder else ""
+        self.way = way
+        self.rank = _environment_int("RANK", 0)
+        self.world_size = _environment_int("WORLD_SIZE", 1)
+        self.session = uuid.uuid4().hex[:12]
+        self.pulse: Pulse | None = None
+        self.errors = 0
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._fd: int | None = None
+        self._torn = False
+        self._pending: list[bytes] = []
+        self._last_phase: tuple[str, str] | None = None
+        self._last_phase_time = 0.0
+        self._exit_code: int | None = None
+        self._shown_errors = 0
+
+    # -- the process's one writer -------------------------------------------------------------------------
+
+    @classmethod
+    def from_environment(cls) -> RunWriter:
+        """Return this process's writer for `TUNEWATCH_RUN_FOLDER`, or an inert one when it is not set."""
+        shared = process_globals()
+        writer = shared.get("writer")
+        if writer is None or writer._pid != os.getpid():
+            writer = cls(os.environ.get("TUNEWATCH_RUN_FOLDER"), way=os.environ.get("TUNEWATCH_WAY", "callback"))
+            shared["writer"] = writer
+        return writer
+
+    @property
+    def inert(self) -> bool:
+        # A forked child (a dataloader worker) inherits the object but is not the training process.
+        return self.folder is None or self._pid != os.getpid()
+
+    # -- events -------------------------------------------------------------------------------------------
+
+    def event(self, event: str, **fields: Any) -> None:
+        """Append one event. `fields` hold JSON values; a number that is not finite becomes null."""
+        if self.inert:
+            return
+        try:
+            with self._lock:
+                if self._fd is None:
+                    self._open()
+                self._append(self._line(event, fields))
+        except Exception:
+            self.error()
+
+    def phase(self, phase: str, detail: str = "", ratio: float | None = None) -> None:
+        """Say what the process is busy with: a name of PHASES, a few words, and how much of it is done (0-1).
+
+        Repeats of the same phase and detail are written at most twice a second, and always keep the pulse alive.
+        """
+        if self.inert:
+            return
+        try:
+            self.enter(phase)
+            now = time.monotonic()
+            changed = (phase, detail) != self._last_phase
+            if not changed and now - self._last_phase_time < 0.5 and ratio != 1.0:
+                return
+            self._last_phase, self._last_phase_time = (phase, detail), now
+            self.event("phase", phase=phase, detail=detail, ratio=ratio)
+        except Exception:
+            self.error()
+
+    # -- pulse --------------------------------------------------------------------------------------------
+
+    def open_pulse(self) -> Pulse | None:
+        """Return the pulse of this rank, made on first use; None where the disk does not allow one."""
+        if self.pulse is None and not self.inert:
+            try:
+                os.makedirs(str(self.folder), mode=0o700, exist_ok=True)
+                self.pulse = Pulse(os.path.join(str(self.folder), f"pulse.{self.rank}"), rank=self.rank)
+            except OSError:
+                self.error()
+        return self.pulse
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase in the pulse: the time since the last mark is counted for the phase that ends."""
+        pulse = self.open_pulse()
+        if pulse is None:
+            return
+        now = time.monotonic()
+        since = pulse.get("phase_monotonic")
+        pulse.values[INDEX[f"{PHASES[int(pulse.get('phase'))]}_seconds"]] += max(0.0, now - since)
+        pulse.update(
+            phase=float(PHASES.index(phase)), phase_monotonic=now,
+            activity_time=time.time(), activity_monotonic=now,
+        )  # fmt: skip
+
+    def alive(self) -> None:
+        """Mark a sign of life within the phase."""
+        if self.pulse is not None and not self.inert:
+            self.pulse.update(activity_time=time.time(), activity_monotonic=time.monotonic())
+
+    # -- the end ------------------------------------------------------------------------------------------
+
+    def exception(self, error: BaseException, *, during: str) -> None:
+        """Report an exception that leaves the program or the trainer, once, without its message."""
+        if self.inert or getattr(error, "_tunewatch_reported", False):
+            return
+        from .failure import describe
+
+        try:
+            try:
+                error._tunewatch_reported = True  # type: ignore[attr-defined]
+            except AttributeError:
+                pass  # exceptions with __slots__; a second report does no harm
+            self.event("exception", during=during, **describe(error))
+        except Exception:
+            self.error()
+
+    def error(self) -> None:
+        """Note a fault of our own (the first few with their traceback, for the maintainers)."""
+        self.errors += 1
+        if self.pulse is not None:
+            self.pulse.add("hook_errors")
+        if self._shown_errors < 3 and self.folder:
+            self._shown_errors += 1
+            try:
+                with open(os.path.join(self.folder, ERRORS), "a", encoding="utf-8") as file:
+                    file.write(traceback.format_exc())
+            except OSError:
+                pass
+
+    # -- inside -------------------------------------------------------------------------------------------
+
+    def _line(self, event: str, fields: dict[str, Any]) -> bytes:
+        record = {
+            "t": round(time.time(), 6),
+            "m": round(time.monotonic(), 6),
+            "event": event,
+            "rank": self.rank,
+            "session": self.session,
+            **fields,
+        }
+        try:
+            text = json.dumps(record, allow_nan=False, ensure_ascii=True, default=str)
+        except ValueError:
+            text = json.dumps(_strict(record), allow_nan=False, ensure_ascii=True, default=str)
+        return text.encode("ascii") + b"\n"
+
+    def _open(self) -> None:
+        os.makedirs(str(self.folder), mode=0o700, exist_ok=True)
+        path = os.path.join(str(self.folder), EVENTS)
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        atexit.register(self._goodbye)
+        self._append(
+            self._line(
+                "session",
+                {
+                    "pid": self._pid,
+                    "process_start": process_start(self._pid),
+                    "world_size": self.world_size,
+                    "way": self.way,
+                    "interactive": hasattr(sys, "ps1") or "ipykernel" in sys.modules,
+                    "python": platform.python_version(),
+                },
+            )
+        )
+
+    def _append(self, line: bytes) -> None:
+        assert self._fd is not None
+        self._pending.append(line)
+        while self._pending:
+            data = b"\n" + self._pending[0] if self._torn else self._pending[0]
+            try:
+                written = os.write(self._fd, data)
+            except OSError:
+                self._lost()
+                return
+            if written < len(data):  # the disk filled up in the middle: end the torn line before the next try
+                self._torn = True
+                self._lost()
+                return
+            self._torn = False
+            del self._pending[0]
+            if self.pulse is not None:
+                self.pulse.add("events_written")
+
+    def _lost(self) -> None:
+        if self.pulse is not None:
+            self.pulse.add("append_errors")
+            self.pulse.publish()
+        del self._pending[:-MAX_PENDING]
+
+    def _goodbye(self) -> None:
+        self.event("exit", code=self._exit_code)
+
+
+def process_globals() -> dict[str, Any]:
+    """Return what is shared by every copy of the probe in this process.
+
+    The hook loads the probe under a name of its own, a script may import it as `tunewatch.probe`: two module
+    objects, one process, one run folder.
+    """
+    return sys.__dict__.setdefault("_tunewatch_probe", {})
+
+
+def _environment_int(name: str, default: int) -> int:
+    try:
+        return int(os.environ[name])
+    except (KeyError, ValueError):
+        return default
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if value - value == 0 else None
+    if isinstance(value, dict):
+        return {str(key): _strict(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(item) for item in value]
+    return value
