@@ -86,3 +86,4 @@ def _join(module: Any) -> None:
 
     if not any(getattr(item, "__name__", "") == TunewatchCallback.__name__ for item in module.DEFAULT_CALLBACKS):
         module.DEFAULT_CALLBACKS.append(TunewatchCallback)
+    RunWriter.from_environment().phase("prepare", "transformers imported")

@@ -33,6 +33,14 @@ def process_start(pid: int) -> int | None:
         return None
 
 
+def process_age(pid: int) -> float:
+    """Seconds since a process was started; 0 where that can not be told."""
+    start = process_start(pid)
+    if start is None:
+        return 0.0
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - start / os.sysconf("SC_CLK_TCK"))
+
+
 class RunWriter:
     """Writes what happens in this process into a run folder; inert where there is no folder.
 
@@ -116,6 +124,8 @@ class RunWriter:
             try:
                 os.makedirs(str(self.folder), mode=0o700, exist_ok=True)
                 self.pulse = Pulse(os.path.join(str(self.folder), f"pulse.{self.rank}"), rank=self.rank)
+                if self.way != "callback":  # "prepare" began with the process: interpreter, imports
+                    self.pulse.update(phase_monotonic=time.monotonic() - process_age(self._pid))
             except OSError:
                 self.error()
         return self.pulse

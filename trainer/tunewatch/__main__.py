@@ -1,0 +1,5 @@
+"""`python -m tunewatch`."""
+
+from tunewatch.cli import main
+
+main()

@@ -1,0 +1,287 @@
+"""The `tunewatch` command."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from tunewatch import __version__
+from tunewatch.durations import DurationError, parse_duration
+from tunewatch.health import Patience
+from tunewatch.run import child_environment, report_end, report_start, say, supervise
+from tunewatch.runfolder import RunFolder, RunFolderError, create_run, list_runs, open_run
+from tunewatch.supervisor.endpoint import PortTaken
+from tunewatch.supervisor.process import Adopted
+from tunewatch.supervisor.watch import AlreadyWatched, Options, Supervisor
+
+app = typer.Typer(
+    name="tunewatch",
+    help="Watch LLM fine-tuning runs you cannot sit next to.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Listen = Annotated[
+    str | None,
+    typer.Option(help="HOST:PORT to serve metrics on; default 127.0.0.1 and the first free port from 9470 on."),
+]
+PatienceOption = Annotated[
+    list[str] | None,
+    typer.Option("--patience", help="PHASE=DURATION of silence allowed, e.g. step=5m, evaluate=1h (repeatable)."),
+]
+Name = Annotated[str | None, typer.Option(help="Name of the run, shown to people; need not be unique.")]
+RunId = Annotated[str | None, typer.Option("--run-id", help="Id of the run; default: a new one.")]
+Grace = Annotated[str, typer.Option(help="Time between a request to end and SIGKILL.")]
+NoLinger = Annotated[bool, typer.Option("--no-linger", help="Leave at once when the run has ended.")]
+
+
+class UsageError(Exception):
+    """The command can not be done as asked; the text is for the user."""
+
+
+@app.command("exec", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def exec_command(
+    context: typer.Context,
+    name: Name = None,
+    run_id: RunId = None,
+    listen: Listen = None,
+    patience: PatienceOption = None,
+    grace: Grace = "60s",
+    no_linger: NoLinger = False,
+) -> None:
+    """Run any training command and watch it: tunewatch exec -- python train.py
+
+    The callback attaches itself to transformers' Trainer (and TRL's) without a change of the code. Output passes
+    through untouched, and the exit code is the command's own.
+    """
+    command = context.args
+    if not command:
+        raise UsageError("exec: no command given. Write it behind --, as in: tunewatch exec -- python train.py")
+    options = _options(listen, patience, grace, no_linger)
+    folder = create_run(run_id=run_id, name=name or Path(_script(command)).stem, way="exec", command=mask(command))
+    supervisor = Supervisor(folder, options)
+    report_start(supervisor)
+
+    def begin() -> None:
+        supervisor.start(command, child_environment(folder, "exec", attach=True))
+
+    try:
+        code = supervise(supervisor, begin)
+    except FileNotFoundError as error:
+        raise UsageError(f"exec: command not found: {command[0]}") from error
+    except PermissionError as error:
+        raise UsageError(f"exec: {command[0]} can not be executed: {error.strerror}") from error
+    report_end(supervisor)
+    raise typer.Exit(code)
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="The run's YAML file; see examples/run.yaml.")],
+    name: Name = None,
+    run_id: RunId = None,
+    listen: Listen = None,
+    patience: PatienceOption = None,
+    grace: Grace = "60s",
+    no_linger: NoLinger = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress display.")] = False,
+) -> None:
+    """Fine-tune with TRL's SFTTrainer and PEFT from a YAML file, watched from start to end."""
+    from tunewatch.trainjob import prepare, run_job
+
+    options = _options(listen, patience, grace, no_linger)
+    job = prepare(config, name=name, run_id=run_id, options=options)
+    raise typer.Exit(run_job(job, quiet=quiet))
+
+
+@app.command()
+def adopt(
+    run: Annotated[str, typer.Argument(help="Id of the run, or path of its folder.")],
+    pid: Annotated[int | None, typer.Option(help="The training process; default: the one the last supervisor watched.")] = None,
+    listen: Listen = None,
+    patience: PatienceOption = None,
+    no_linger: NoLinger = False,
+    quiet: Annotated[bool, typer.Option("--quiet", hidden=True)] = False,
+) -> None:
+    """Watch a run whose supervisor is gone (killed, say): the training goes on without one, unseen."""
+    folder = open_run(run)
+    known = folder.read("supervisor.json") or {}
+    start = None
+    if pid is None:
+        pid, start = known.get("child_pid"), known.get("child_process_start")
+    if pid is None:
+        raise UsageError(f"adopt: it is not known which process run {folder.run_id} is; name it with --pid")
+    options = _options(listen, patience, "60s", no_linger)
+    if not patience and known.get("patience"):
+        options = replace(options, patience=Patience(**known["patience"]))
+    supervisor = Supervisor(folder, options)
+    if not quiet:
+        report_start(supervisor)
+    code = supervise(supervisor, lambda: supervisor.adopt(pid, start))
+    if not quiet:
+        report_end(supervisor)
+    raise typer.Exit(code)
+
+
+@app.command()
+def runs() -> None:
+    """List the runs of this machine, the newest last."""
+    folders = list_runs()
+    if not folders:
+        say("no runs yet")
+        return
+    for folder in folders:
+        print(_run_line(folder))
+
+
+@app.command()
+def rules(
+    grafana_url: Annotated[str | None, typer.Option(help="Where your Grafana is, for dashboard_url.")] = None,
+    runbook_url: Annotated[str | None, typer.Option(help="Where the runbooks are, for runbook_url.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder to write the rule files to; default: print them.")] = None,
+) -> None:
+    """Print the alert and recording rules for your own Prometheus."""
+    from tunewatch.rules import render_rules
+
+    for file_name, text in render_rules(grafana_url, runbook_url).items():
+        if output is None:
+            print(f"# {file_name}\n{text}")
+        else:
+            output.mkdir(parents=True, exist_ok=True)
+            (output / file_name).write_text(text, encoding="utf-8")
+
+
+@app.command()
+def stack(
+    time_scale: Annotated[float, typer.Option(help="Divide every interval of the shipped files by this.")] = 1.0,
+    prometheus_port: Annotated[int | None, typer.Option(help="Default: 9090, or the next free one.")] = None,
+    alertmanager_port: Annotated[int | None, typer.Option(help="Default: 9093, or the next free one.")] = None,
+    receiver_url: Annotated[str | None, typer.Option(help="Webhook for alerts; default: shown here.")] = None,
+) -> None:
+    """Run Prometheus and Alertmanager for the runs of this machine, until Ctrl-C."""
+    from rich.console import Console
+
+    from tunewatch.runfolder import tunewatch_home
+    from tunewatch.stack import run_stack
+
+    raise typer.Exit(
+        run_stack(
+            tunewatch_home(),
+            time_scale=time_scale,
+            prometheus_port=prometheus_port,
+            alertmanager_port=alertmanager_port,
+            receiver_url=receiver_url,
+            console=Console(),
+        )
+    )
+
+
+@app.command()
+def doctor(
+    prometheus_url: Annotated[str | None, typer.Option(help="Default: that of a running `tunewatch stack`.")] = None,
+    alertmanager_url: Annotated[str | None, typer.Option(help="Default: the one Prometheus sends to.")] = None,
+    no_test_alert: Annotated[bool, typer.Option("--no-test-alert", help="Do not send a test alert.")] = False,
+) -> None:
+    """Will it wake me? Checks the way from this machine's runs to your receiver, with a test alert."""
+    from rich.console import Console
+
+    from tunewatch.doctor import diagnose, exit_code, print_report
+    from tunewatch.runfolder import tunewatch_home
+
+    checks = diagnose(tunewatch_home(), prometheus_url, alertmanager_url, send_test_alert=not no_test_alert)
+    print_report(checks, Console())
+    raise typer.Exit(exit_code(checks))
+
+
+@app.command()
+def demo(
+    fault: Annotated[str | None, typer.Option(help="nan, stall, kill, oom or disk_full: break the run for real.")] = None,
+    keep: Annotated[bool | None, typer.Option("--keep/--no-keep", help="Keep Prometheus running afterwards; default: on a terminal.")] = None,
+) -> None:
+    """Show everything on this machine: stack, a real small fine-tune, and the alert as you would get it."""
+    from tunewatch.demo import run_demo
+
+    raise typer.Exit(run_demo(fault, keep=keep))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+def main() -> None:
+    """Entry point: every expected error is one line on stderr and exit code 2."""
+    try:
+        app()
+    except (UsageError, RunFolderError, PortTaken, AlreadyWatched) as error:
+        _fail(error)
+    except Exception as error:
+        if getattr(error, "tunewatch_reason", None) is None:
+            raise
+        _fail(error)
+
+
+def _fail(error: Exception) -> NoReturn:
+    say(str(error))
+    sys.exit(2)
+
+
+def _options(listen: str | None, patience: list[str] | None, grace: str, no_linger: bool) -> Options:
+    try:
+        options = Options(linger=not no_linger, grace=parse_duration(grace), patience=parse_patience(patience or []))
+    except DurationError as error:
+        raise UsageError(str(error)) from error
+    if listen is not None:
+        host, _, port = listen.rpartition(":")
+        if not port.isdecimal() or int(port) > 65535:
+            raise UsageError(f"--listen {listen!r}: expected HOST:PORT, e.g. 127.0.0.1:9470")
+        options.host, options.port = host.strip("[]") or options.host, int(port)
+    return options
+
+
+def parse_patience(items: list[str]) -> Patience:
+    """Read `--patience` items; UsageError names the phases there are."""
+    values: dict[str, float] = {}
+    for item in items:
+        phase, equals, text = item.partition("=")
+        if not equals or phase not in Patience.names():
+            raise UsageError(f"--patience {item!r}: expected PHASE=DURATION with one of {', '.join(Patience.names())}")
+        values[phase] = float(text) if phase == "step_factor" else parse_duration(text)
+    return Patience(**values)
+
+
+_SECRET = ("token", "key", "secret", "password", "passwd")
+
+
+def mask(command: list[str]) -> list[str]:
+    """A command line without the values of options that look secret, for run.json."""
+    shown, hide = [], False
+    for argument in command:
+        option, equals, _ = argument.partition("=")
+        secret = argument.startswith("-") and any(word in option.lower() for word in _SECRET)
+        shown.append("***" if hide else f"{option}=***" if secret and equals else argument)
+        hide = secret and not equals
+    return shown
+
+
+def _script(command: list[str]) -> str:
+    """What a command is called: its Python script where it has one."""
+    return next((part for part in command if part.endswith(".py")), command[0])
+
+
+def _run_line(folder: RunFolder) -> str:
+    facts: dict[str, Any] = folder.read("run.json") or {}
+    verdict = folder.read("verdict.json") or {}
+    known = folder.read("supervisor.json") or {}
+    state = verdict.get("state", "unknown")
+    alive = known.get("pid") and not Adopted(known["pid"], known.get("process_start")).poll()
+    if state not in ("completed", "failed", "cancelled") and not alive:
+        state = f"unwatched, last seen {state}"
+    step = f"step {verdict['step']}/{verdict.get('max_steps') or '?'}" if verdict.get("step") is not None else ""
+    return f"{folder.run_id:24} {facts.get('name', '')!s:20} {state:12} {verdict.get('health', ''):10} {step}".rstrip()

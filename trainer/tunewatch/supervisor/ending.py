@@ -1,0 +1,239 @@
+"""How a run ended, why, and what to do about it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tunewatch.states import CANCELLED, COMPLETED, FAILED
+
+EARLY_STEPS = 10
+"""A run that fails before this many steps of its session fails "early": the settings are the suspect."""
+
+ADVICE: dict[str, str] = {
+    "nan": "Resume from a checkpoint before the first bad step, with a lower learning rate or bf16.",
+    "oom_gpu": "Lower the batch size or max_length, or turn on gradient checkpointing.",
+    "oom_host": "Give the job more memory, or load less of the data set and fewer workers at once.",
+    "shm": "Give the container more shared memory (docker --shm-size, a /dev/shm volume).",
+    "missing_file": "Check the paths in the configuration.",
+    "disk_full": "Free space where output_dir lies, or keep fewer checkpoints (save_total_limit).",
+    "config": "Change the settings; the same ones will fail again.",
+    "data": "Check the data set: fields, format and lengths.",
+    "auth": "Log in to the hub (hf auth login) or ask for access to the model.",
+    "hub": "Check the network and the hub, then start it again.",
+    "nccl_timeout": "Find the rank that hung: its log and GPU say more than the others'.",
+    "gpu_lost": "Do not use this GPU again before it was reset and checked (dmesg, XID).",
+    "checkpoint_corrupt": "Resume from an older, complete checkpoint.",
+    "nothing_trainable": "Check lora.target_modules and frozen parameters: nothing would have been trained.",
+    "exited_early": "Look at the end of the log: the program left without finishing its training.",
+    "preempted": "Start it again; it can go on from its last complete checkpoint.",
+    "stalled": "Find out what it waited for (py-spy dump of the process) before you resume it.",
+    "rank_killed": "Look at the kernel log of that rank's host (out of memory?) and its GPU.",
+    "cancelled": "",
+    "unknown": "Look at the end of the log.",
+}
+"""The closed list of reasons (and killed_signal_N), each with what to do."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The supervisor's word about the end of a run.
+
+    `state` is completed, failed or cancelled; `reason` a key of ADVICE, `killed_signal_N`, or "" for a completed run;
+    `when` is early or late; `message` one sentence.
+    """
+
+    state: str
+    reason: str
+    when: str
+    message: str
+    advice: str
+    exit_code: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("state", "reason", "when", "message", "advice", "exit_code")}
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known when the process is gone. `returncode` is Popen's (-N for signal N), None if nobody knows it."""
+
+    returncode: int | None
+    way: str
+    attached: bool = False
+    trained: bool = False
+    """train() was entered."""
+    finished: bool = False
+    """on_train_end was seen, train() returned, or both."""
+    exited: bool = False
+    """The interpreter ended in an orderly way."""
+    requested_stop: bool = False
+    step: int | None = None
+    max_steps: int | None = None
+    session_steps: int = 0
+    phase: str = "prepare"
+    phase_detail: str = ""
+    exceptions: Sequence[Mapping[str, Any]] = ()
+    """Exception events, in order of time."""
+    package: Mapping[str, Any] | None = None
+    nonfinite_since: int | None = None
+    """First bad step of a streak that lasted to the end."""
+    oom_kills: int = 0
+    """Processes that the kernel killed in our memory cgroup during the run."""
+    cancel_requested: bool = False
+    terminate_requested: bool = False
+    stalled: bool = False
+    dead_ranks: Sequence[int] = ()
+    disk_full: bool = False
+    """No room is left where output_dir lies."""
+    last_resumable: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def judge(evidence: Evidence) -> Ending:
+    """Decide how a run ended. The first rule that fits decides; see the order below."""
+    reason, message = _reason(evidence)
+    state = COMPLETED if reason == "" else CANCELLED if reason == "cancelled" else FAILED
+    when = "early" if evidence.session_steps < EARLY_STEPS else "late"
+    return Ending(state, reason, when, message, _advice(evidence, reason, when), evidence.returncode)
+
+
+def _reason(e: Evidence) -> tuple[str, str]:
+    died_of = _signal_of(e.returncode)
+    succeeded = _succeeded(e)
+    if e.cancel_requested and not succeeded:
+        return "cancelled", f"Cancelled{_at(e)}."
+    if e.terminate_requested and not succeeded:
+        # Also when train() returned normally: a SIGTERM checkpoint makes it stop in good order, far from done.
+        return "preempted", f"Terminated from outside{_at(e)}."
+    # Somebody else's process in the same cgroup may have been the victim: ours must look the part.
+    if e.oom_kills and (died_of == signal.SIGKILL or (died_of is None and not e.exceptions and not e.exited)) and (
+        e.returncode != 0
+    ):
+        return "oom_host", f"The kernel killed it: its memory cgroup was full{_while(e)}{_at(e)}."
+    error = _first_cause(e)
+    if error is not None and error["reason"] == "cancelled" and e.returncode != 0:
+        return "cancelled", f"Interrupted{_at(e)}."
+    if error is not None and e.returncode != 0:
+        return _of_exception(e, error)
+    if e.dead_ranks and e.returncode != 0:
+        rank = e.dead_ranks[0]
+        return "rank_killed", f"Rank {rank} died without an exception{_at(e)}; the others followed."
+    if died_of is not None and e.stalled:
+        return "stalled", f"Killed by signal {died_of} after it had stalled{_while(e)}{_at(e)}."
+    if died_of == signal.SIGTERM:
+        return "preempted", f"Terminated from outside{_at(e)}."
+    if died_of == signal.SIGINT:
+        return "cancelled", f"Interrupted{_at(e)}."
+    if died_of == signal.SIGBUS and e.phase in ("data", "compute"):
+        return "shm", f"Killed by signal 7 (bus error){_at(e)}: most often /dev/shm is full."
+    if died_of is not None:
+        hint = "; most often the machine ran out of memory" if died_of == signal.SIGKILL else ""
+        return f"killed_signal_{died_of}", f"Killed by signal {died_of} ({_signal_name(died_of)}){_while(e)}{_at(e)}{hint}."
+    if e.nonfinite_since is not None:
+        return "nan", f"It ended, but loss or gradients were NaN or infinite since step {e.nonfinite_since}."
+    if e.package is not None and not e.package.get("ok"):
+        return str(e.package.get("reason") or "unknown"), f"The training was done, but packaging failed{_at(e)}."
+    if succeeded:
+        return "", _success(e)
+    if e.returncode == 127:
+        return "missing_file", "The command was not found."
+    if e.returncode == 2 and not e.trained:
+        return "config", "The command refused its arguments (exit code 2)."
+    if e.returncode not in (0, None):
+        return "unknown", f"It ended with exit code {e.returncode}{_while(e)}{_at(e)}."
+    if e.returncode is None and not e.exited:
+        return "unknown", f"The process died without a word{_while(e)}{_at(e)}."
+    return "exited_early", f"The program ended{_while(e)}{_at(e)} without finishing its training."
+
+
+def _succeeded(e: Evidence) -> bool:
+    """Whether everything that had to happen did: neither exit code 0 nor on_train_end alone proves it."""
+    if e.returncode not in (0, None) or (e.returncode is None and not e.exited):
+        return False
+    if e.nonfinite_since is not None or (e.package is not None and not e.package.get("ok")):
+        return False
+    if e.way == "train":
+        return e.package is not None
+    if not e.trained:
+        return e.returncode == 0 or not e.exceptions
+    if not e.finished:
+        return False
+    reached = e.step is None or e.max_steps is None or e.step >= e.max_steps
+    return reached or (e.requested_stop and not e.terminate_requested and not e.cancel_requested)
+
+
+def _first_cause(e: Evidence) -> Mapping[str, Any] | None:
+    """The first exception that was reported; of several ranks, the others only follow.
+
+    A later one with a known reason is taken before an unknown one (a NCCL error of an innocent rank comes second).
+    """
+    known = [error for error in e.exceptions if error.get("reason") not in (None, "unknown")]
+    return known[0] if known else e.exceptions[0] if e.exceptions else None
+
+
+def _of_exception(e: Evidence, error: Mapping[str, Any]) -> tuple[str, str]:
+    reason = str(error.get("reason") or "unknown")
+    if reason in ("unknown", "config") and e.disk_full and e.phase in ("save", "package"):
+        reason = "disk_full"
+    if reason == "unknown" and e.nonfinite_since is not None:
+        reason = "nan"
+    detail = f" ({error['detail']})" if error.get("detail") else ""
+    return reason, f"{error.get('type', 'An exception')}{detail}{_while(e)}{_at(e)}."
+
+
+def _advice(e: Evidence, reason: str, when: str) -> str:
+    if reason in ("", "cancelled"):
+        text = ""
+    elif reason.startswith("killed_signal_"):
+        text = "Look at the kernel log (dmesg) for the out-of-memory killer, and ask who sent the signal."
+    else:
+        text = ADVICE[reason]
+    if reason == "oom_gpu" and when == "late":
+        text = "Most likely one long sample: cap max_length or sort by length."
+    if reason and e.last_resumable and when == "late" and "esume from" not in text:
+        text = f"{text} Resume from {e.last_resumable}.".strip()
+    elif reason and when == "early" and reason in ("unknown", "exited_early"):
+        text = f"{text} It failed early: change the settings rather than try again."
+    return text
+
+
+def _success(e: Evidence) -> str:
+    if not e.attached:
+        return "The command ended with exit code 0."
+    if e.session_steps == 0:
+        return f"Nothing to do: it was at step {e.step} of {e.max_steps} already." if e.trained else "It ended."
+    stopped = " (stopped on request)" if e.step is not None and e.max_steps and e.step < e.max_steps else ""
+    return f"Completed at step {e.step} of {e.max_steps or '?'}{stopped}."
+
+
+def _at(e: Evidence) -> str:
+    if e.step is None:
+        return " before the first step" if e.attached else ""
+    return f" at step {e.step}" + (f" of {e.max_steps}" if e.max_steps else "")
+
+
+def _while(e: Evidence) -> str:
+    if not e.attached:
+        return ""
+    words = {"prepare": "while preparing", "evaluate": "in an evaluation", "save": "while saving", "package": "after the training"}
+    text = words.get(e.phase)
+    return f" {text}" if text else ""
+
+
+def _signal_of(returncode: int | None) -> int | None:
+    """The signal a process died of: Popen's -N, or a shell's and torchrun's 128 + N."""
+    if returncode is None:
+        return None
+    if returncode < 0:
+        return -returncode
+    return returncode - 128 if 128 < returncode < 128 + 65 else None
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,224 @@
+"""The processes of a run: starting, adopting, signalling, and leaving none behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from tunewatch.probe.writer import process_start
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_ENGINES = ("SLURM_JOB_ID", "RAY_JOB_ID", "KUBERNETES_SERVICE_HOST")
+
+
+class Process(Protocol):
+    """The training process as the supervisor sees it."""
+
+    pid: int
+
+    def poll(self) -> bool:
+        """Whether it has ended."""
+
+    @property
+    def returncode(self) -> int | None:
+        """Popen's return code (-N for signal N); None while it lives, and for ever if it is not our child."""
+
+    def send(self, number: int, *, group: bool = False) -> None:
+        """Send a signal; a process that is gone already is no error."""
+
+
+class Child:
+    """A command that we started, in a session of its own."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path | None = None) -> None:
+        """Start it. stdout and stderr go to `log`, or are passed on as they are; never through a pipe.
+
+        Raises OSError (FileNotFoundError, PermissionError) where the command can not be run.
+        """
+        inside_engine = any(name in environment for name in _ENGINES)
+        with contextlib.ExitStack() as stack:
+            output = stack.enter_context(log.open("ab")) if log is not None else None
+            self._popen = subprocess.Popen(
+                list(command),
+                env=dict(environment),
+                stdin=subprocess.DEVNULL if log is not None else None,
+                stdout=output,
+                stderr=subprocess.STDOUT if output is not None else None,
+                start_new_session=True,
+                preexec_fn=_die_with_parent if inside_engine and sys.platform == "linux" else None,
+            )
+        self.pid = self._popen.pid
+
+    def poll(self) -> bool:
+        return self._popen.poll() is not None
+
+    @property
+    def returncode(self) -> int | None:
+        return self._popen.returncode
+
+    def send(self, number: int, *, group: bool = False) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if group:
+                os.killpg(self.pid, number)
+            else:
+                self._popen.send_signal(number)
+
+
+class Adopted:
+    """A process that somebody else started: its death can be seen, its exit code can not."""
+
+    returncode = None
+
+    def __init__(self, pid: int, start: int | None) -> None:
+        self.pid = pid
+        self._start = start if start is not None else process_start(pid)
+
+    def poll(self) -> bool:
+        if self._start is None or process_start(self.pid) != self._start:
+            return True
+        try:
+            return psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    def send(self, number: int, *, group: bool = False) -> None:
+        if not self.poll():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+def become_subreaper() -> None:
+    """Let orphaned descendants become our children: torchrun gives each rank a session of its own, so that killing
+    a process group leaves them alive."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _die_with_parent() -> None:
+    # Inside an allocation nothing may stay on a GPU that the engine believes to be free.
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def descendants() -> list[psutil.Process]:
+    """Every live process below this one."""
+    return [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if _alive(process)
+    ]
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def end_descendants(grace: float) -> int:
+    """End every process below this one: SIGTERM, `grace` seconds, SIGKILL; returns how many there were."""
+    first = descendants()
+    for process in first:
+        _send(process, signal.SIGTERM)
+    give_up = time.monotonic() + grace
+    while descendants() and time.monotonic() < give_up:
+        reap_orphans()
+        time.sleep(0.05)
+    for _ in range(100):  # a process may fork while it is killed
+        left = descendants()
+        if not left:
+            break
+        for process in left:
+            _send(process, signal.SIGKILL)
+        reap_orphans()
+        time.sleep(0.05)
+    reap_orphans()
+    return len(first)
+
+
+def reap_orphans(*, keep: int | None = None) -> None:
+    """Collect ended children that were handed to us, except the one whose exit code is still wanted."""
+    while True:
+        try:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if ended is None or ended.si_pid == keep:
+            return
+        os.waitpid(ended.si_pid, os.WNOHANG)
+
+
+def _send(process: psutil.Process, number: int) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(number)
+
+
+def resident_bytes(pid: int) -> float | None:
+    """Resident memory of a process in bytes; None where it is gone or not ours to see."""
+    try:
+        return float(psutil.Process(pid).memory_info().rss)
+    except psutil.Error:
+        return None
+
+
+class OomKills:
+    """Counts how often the kernel killed in our memory cgroup since this object was made (cgroup v1 and v2).
+
+    The limit may sit on a parent while the kill is counted in the leaf (Slurm), so every level up to the root is read.
+    """
+
+    def __init__(self, cgroup_file: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> None:
+        self._files = list(_oom_files(cgroup_file, root))
+        self._before = self._read()
+
+    def count(self) -> int:
+        now = self._read()
+        return max((value - self._before.get(path, 0) for path, value in now.items()), default=0)
+
+    def _read(self) -> dict[Path, int]:
+        found = {}
+        for path in self._files:
+            try:
+                text = path.read_text()
+            except OSError:
+                continue
+            for line in text.splitlines():
+                key, _, value = line.partition(" ")
+                if key == "oom_kill" and value.isdecimal():
+                    found[path] = int(value)
+        return found
+
+
+def _oom_files(cgroup_file: Path, root: Path) -> list[Path]:
+    try:
+        lines = cgroup_file.read_text().splitlines()
+    except OSError:
+        return []
+    files = []
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":
+            base, name = (root / "unified" if (root / "unified").is_dir() else root), "memory.events"
+        elif "memory" in controllers.split(","):
+            base, name = root / "memory", "memory.oom_control"
+        else:
+            continue
+        level = Path(group.lstrip("/"))
+        for parent in (level, *level.parents):
+            # The root group counts the whole machine's kills: not ours.
+            if parent != Path(".") and (base / parent / name).is_file():
+                files.append(base / parent / name)
+    if not files and (root / "memory.events").is_file():  # in a container the own group is mounted as the root
+        files.append(root / "memory.events")
+    return files

@@ -1,0 +1,305 @@
+"""Folds a run's events and pulses into what is known of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from tunewatch.probe.pace import Pace
+from tunewatch.probe.pulse import PHASES, STEP_BUCKETS
+from tunewatch.probe.values import as_number
+
+MAX_METRICS = 64
+"""Numeric log keys beyond the known ones that become series; the rest are counted as dropped."""
+
+MAX_EVAL_SETS = 32
+
+_KNOWN_KEYS = frozenset(
+    {
+        "loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "num_input_tokens_seen", "train_loss",
+        "train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "step",
+    }
+)  # fmt: skip
+_EVAL_BOOKKEEPING = ("_runtime", "_samples_per_second", "_steps_per_second", "_num_tokens")
+
+
+class Record:
+    """One run's facts. `event` takes the run folder's lines in order, `pulses` the ranks' latest pulses.
+
+    Counters are of the session that began last: `begin_session` is called when the supervisor starts (or, after its own
+    death, with the session's start that it finds in supervisor.json).
+    """
+
+    def __init__(self) -> None:
+        self.info: dict[str, Any] = {}
+        self.environment: dict[str, str] = {}
+        self.effective: dict[str, Any] = {}
+        self.session_began = 0.0
+        self.attached = False
+        self.main_session: str | None = None
+        self.sessions: dict[str, Mapping[str, Any]] = {}
+        self.exited_sessions: set[str] = set()
+        self.job_state: str | None = None
+        self.trained = False
+        self.training = False
+        self.train_returned = False
+        self.interactive = False
+        self.requested_stop = False
+        self.exceptions: list[Mapping[str, Any]] = []
+        self.package: Mapping[str, Any] | None = None
+        self.output_dir: str | None = None
+        self.loss: float | None = None
+        self.learning_rate: float | None = None
+        self.grad_norm: float | None = None
+        self.train_loss_mean: float | None = None
+        self.eval_loss: dict[str, float] = {}
+        self.best_eval_loss: float | None = None
+        self.best_step: int | None = None
+        self.evals_since_best: int | None = None
+        self.other: dict[str, float] = {}
+        self.dropped_keys: set[str] = set()
+        self.dropped_total = 0
+        self.tokens_seen: dict[str, float] = {}
+        self.session_tokens: dict[str, float] = {}
+        self.nonfinite_evals = 0
+        self.resumes = 0
+        self.restored: Mapping[str, Any] = {}
+        self.nan_filter: bool | None = None
+        self.nan_visibility: str | None = None
+        self.samples_generated: int | None = None
+        self.hub_failures = 0
+        self.hub_last_success: float | None = None
+        self.step_event: int | None = None
+        self.max_steps_event: int | None = None
+        self.phase_detail = ""
+        self.phase_ratio: float | None = None
+        self.phase_name: str | None = None
+        self.gpus: dict[int, tuple[str, ...]] = {}
+        self.save_seconds: float | None = None
+        self.wasted_seconds = 0.0
+        self.pace = Pace()
+        self.pulses: dict[int, Mapping[str, float]] = {}
+        self._tokens_at: dict[int, float] = {}
+        self._token_base = 0.0
+        self._paced: tuple[float, float, float] | None = None
+        self._eval_keys: set[str] = set()
+
+    # -- events -------------------------------------------------------------------------------------------
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        handler = getattr(self, f"_on_{event['event']}", None)
+        if handler is not None:
+            handler(event)
+
+    def _in_session(self, event: Mapping[str, Any]) -> bool:
+        return event.get("t", 0.0) >= self.session_began
+
+    def _on_session(self, event: Mapping[str, Any]) -> None:
+        if not self._in_session(event):
+            return
+        self.sessions[event["session"]] = event
+        if event.get("rank") == 0 and self.main_session is None:
+            self.main_session = event["session"]
+        self.interactive = bool(event.get("interactive"))
+        self.attached = True
+        if event.get("rank") == 0:
+            self._forget_logged()
+
+    def _on_phase(self, event: Mapping[str, Any]) -> None:
+        if event.get("rank") == 0:
+            self.phase_name = event.get("phase")
+            self.phase_detail = str(event.get("detail") or "")
+            ratio = as_number(event.get("ratio"))
+            self.phase_ratio = None if ratio is None else min(1.0, max(0.0, float(ratio)))
+
+    def _on_state(self, event: Mapping[str, Any]) -> None:
+        if self._in_session(event):
+            self.job_state = event.get("state")
+
+    def _on_provenance(self, event: Mapping[str, Any]) -> None:
+        self.info.update({k: v for k, v in (event.get("info") or {}).items() if v is not None})
+        self.environment.update({k: str(v) for k, v in (event.get("environment") or {}).items() if v is not None})
+
+    def _on_device(self, event: Mapping[str, Any]) -> None:
+        self.gpus[int(event.get("rank", 0))] = tuple(map(str, event.get("gpus") or ()))
+
+    def _on_train_begin(self, event: Mapping[str, Any]) -> None:
+        step = int(event.get("step") or 0)
+        self._wasted(step, event)
+        self.step_event, self.max_steps_event = step, event.get("max_steps")
+        self.effective = dict(event.get("effective") or {})
+        self.output_dir = event.get("output_dir") or self.output_dir
+        self.nan_filter, self.nan_visibility = event.get("nan_filter"), event.get("nan_visibility")
+        self._token_base = self._known_tokens(step)
+        self.restored = (event.get("restored") or {}) if step else {}
+        if self._in_session(event):
+            self.trained = self.training = True
+            self.train_returned = self.requested_stop = False
+            self.resumes += 1 if step and not event.get("restart") else 0
+        self._forget_logged()
+        self.pace.reset()
+        self._paced = None
+
+    def _forget_logged(self) -> None:
+        """What an earlier session logged last is not what this one does now."""
+        self.loss = self.learning_rate = self.grad_norm = None
+
+    def _on_train_end(self, event: Mapping[str, Any]) -> None:
+        self.step_event = event.get("step", self.step_event)
+        if self._in_session(event):
+            self.training = False
+            self.requested_stop = bool(event.get("requested_stop"))
+
+    def _on_train_return(self, event: Mapping[str, Any]) -> None:
+        if self._in_session(event):
+            self.train_returned, self.training = True, False
+
+    def _on_log(self, event: Mapping[str, Any]) -> None:
+        values, nonfinite = dict(event.get("values") or {}), event.get("nonfinite") or {}
+        values.update({key: float(text) for key, text in nonfinite.items()})
+        step = int(event.get("step") or 0)
+        self.step_event = max(step, self.step_event or 0) if not self.training else step
+        if "train_loss" in values and "loss" not in values:
+            if values.get("train_loss") != 0.0 or self._steps_this_session():
+                self.train_loss_mean = values["train_loss"]  # 0.0 of a resume that had nothing to do is no loss
+        for name in ("loss", "learning_rate", "grad_norm"):
+            if name in values:
+                setattr(self, name, values[name])
+        self._evaluation(values, step)
+        self._tokens(values, event, step)
+        for key, value in values.items():
+            if key not in _KNOWN_KEYS and key not in self._eval_keys and not key.endswith(_EVAL_BOOKKEEPING):
+                self._other(key, value)
+
+    def _on_save(self, event: Mapping[str, Any]) -> None:
+        self.save_seconds = event.get("seconds") or self.save_seconds
+
+    def _on_exception(self, event: Mapping[str, Any]) -> None:
+        if self._in_session(event):
+            self.exceptions.append(event)
+            self.training = False
+
+    def _on_exit(self, event: Mapping[str, Any]) -> None:
+        self.exited_sessions.add(str(event.get("session")))
+
+    def _on_samples(self, event: Mapping[str, Any]) -> None:
+        self.samples_generated = event.get("generated")
+
+    def _on_package(self, event: Mapping[str, Any]) -> None:
+        if not self._in_session(event):
+            return
+        self.package = event
+        if event.get("push") == "failed":
+            self.hub_failures += 1
+        elif event.get("push") == "done":
+            self.hub_last_success = event.get("t")
+
+    # -- parts of a log -----------------------------------------------------------------------------------
+
+    def _evaluation(self, values: Mapping[str, float], step: int) -> None:
+        for key, value in values.items():
+            if not (key.startswith("eval_") and key.endswith("loss")):
+                continue
+            dataset = key[len("eval_") : -len("loss")].rstrip("_") or "eval"
+            if dataset not in self.eval_loss and len(self.eval_loss) >= MAX_EVAL_SETS:
+                continue
+            self._eval_keys.add(key)
+            self.eval_loss[dataset] = value
+            if not math.isfinite(value):
+                self.nonfinite_evals += 1
+            if dataset == next(iter(self.eval_loss)):  # "best" follows the first set
+                self._best(value, step)
+
+    def _best(self, value: float, step: int) -> None:
+        if math.isfinite(value) and (self.best_eval_loss is None or value < self.best_eval_loss):
+            self.best_eval_loss, self.best_step, self.evals_since_best = value, step, 0
+        elif self.evals_since_best is not None:
+            self.evals_since_best += 1
+
+    def _tokens(self, values: Mapping[str, float], event: Mapping[str, Any], step: int) -> None:
+        """TRL's num_tokens counts attended tokens of this session; transformers' count is of the whole run."""
+        if "num_tokens" in values and self._in_session(event):
+            self.session_tokens["non_padding"] = values["num_tokens"]
+        if "num_tokens" in values:
+            self.tokens_seen["non_padding"] = self._token_base + values["num_tokens"]
+            self._tokens_at[step] = self.tokens_seen["non_padding"]
+        seen = as_number(event.get("tokens_seen"))
+        if seen:
+            self.tokens_seen["all"] = float(seen)
+
+    def _known_tokens(self, step: int) -> float:
+        reached = [at for at in self._tokens_at if at <= step]
+        self._tokens_at = {at: self._tokens_at[at] for at in reached}  # what came after it is redone
+        return self._tokens_at[max(reached)] if reached else 0.0
+
+    def _other(self, key: str, value: float) -> None:
+        if key in self.other or len(self.other) < MAX_METRICS:
+            self.other[key] = value
+        else:
+            self.dropped_total += 1
+
+    def _wasted(self, step: int, event: Mapping[str, Any]) -> None:
+        """A session that begins behind the last step of the one before redoes the steps between."""
+        if self.step_event is not None and step < self.step_event and not event.get("restart") and step > 0:
+            per_step = self.pace.seconds_per_step
+            self.wasted_seconds += (self.step_event - step) * (per_step or 0.0)
+
+    # -- pulses -------------------------------------------------------------------------------------------
+
+    def pulse(self, pulses: Mapping[int, Mapping[str, float]]) -> None:
+        """Take in the latest pulses of this session's processes."""
+        self.pulses = dict(pulses)
+        main = self.main
+        if main is None:
+            return
+        self.attached = True
+        paused = main["evaluate_seconds"] + main["save_seconds"]
+        now = (main["step_seconds_count"], main["step_seconds_sum"], paused)
+        if self._paced is None or now[0] < self._paced[0]:
+            if self._paced is not None:
+                self.pace.reset()
+            self._paced = (0.0, 0.0, 0.0)
+        count = int(now[0] - self._paced[0])
+        if count > 0:
+            self.pace.step((now[1] - self._paced[1]) / count, count)
+            self.pace.pause(now[2] - self._paced[2])
+            self._paced = now
+
+    @property
+    def main(self) -> Mapping[str, float] | None:
+        """The pulse of the lowest rank on this node."""
+        return self.pulses[min(self.pulses)] if self.pulses else None
+
+    def _steps_this_session(self) -> float:
+        return self.main["steps_total"] if self.main else 0.0
+
+    @property
+    def step(self) -> int | None:
+        main = self.main
+        if main is not None and not math.isnan(main["step"]):
+            return int(main["step"])
+        return self.step_event
+
+    @property
+    def max_steps(self) -> int | None:
+        main = self.main
+        if main is not None and not math.isnan(main["max_steps"]):
+            return int(main["max_steps"])
+        return int(self.max_steps_event) if self.max_steps_event else None
+
+    @property
+    def phase(self) -> str | None:
+        main = self.main
+        return PHASES[int(main["phase"])] if main is not None else None
+
+    @property
+    def step_buckets(self) -> tuple[float, ...]:
+        main = self.main
+        return tuple(main[f"step_bucket_{i}"] for i in range(len(STEP_BUCKETS) + 1)) if main is not None else ()
+
+    def rank_sum(self, name: str) -> float:
+        return sum(pulse[name] for pulse in self.pulses.values())
+
+    def rank_max(self, name: str) -> float:
+        return max((pulse[name] for pulse in self.pulses.values()), default=0.0)
