@@ -165,7 +165,8 @@ def _check_targets(prometheus: str, folder: Path, settle: float) -> Check:
         seen = {t["discoveredLabels"].get("__address__"): (t["health"], t["lastError"]) for t in active}
         return {address: seen.get(address, ("missing", "")) for address in expected}
 
-    states = _wait(look, lambda found: all(health in ("up", "down") for health, _ in found.values()), settle)
+    # One failed scrape is no fault yet: the alerts, too, wait for a second one.
+    states = _wait(look, lambda found: all(health == "up" for health, _ in found.values()), settle)
     faults = []
     for address, (health, error) in states.items():
         if health == "down":
@@ -437,6 +438,8 @@ def _json(url: str) -> Any:
 def _fetch(url: str, body: bytes | None = None) -> bytes:
     try:
         return fetch(url, body=body)
+    except urllib.error.HTTPError as error:
+        raise _NoAnswer(f"{url} answers {error.code} {error.reason}") from error
     except urllib.error.URLError as error:
         raise _NoAnswer(f"{url} does not answer: {error.reason}") from error
     except OSError as error:

@@ -62,10 +62,22 @@ def classify(error: BaseException) -> str:
         own = getattr(link, "tunewatch_reason", None)
         if isinstance(own, str):
             return own
+        failed = _of_torchrun(link)
+        if failed is not None:  # a rank that raised has reported that itself
+            return "rank_killed" if failed[1] < 0 else "unknown"
         reason = _classify_one(link)
         if reason is not None:
             return reason
     return _classify_by_place(error) or "unknown"
+
+
+def _of_torchrun(error: BaseException) -> tuple[int, int] | None:
+    """The rank and exit code that torchrun's agent saw fail first (-N for signal N), from its ChildFailedError."""
+    find = getattr(error, "get_first_failure", None)
+    if type(error).__name__ != "ChildFailedError" or not callable(find):
+        return None
+    rank, failure = find()
+    return int(rank), int(failure.exitcode)
 
 
 def safe_detail(error: BaseException) -> str:
@@ -73,6 +85,9 @@ def safe_detail(error: BaseException) -> str:
     for link in _chain(error):
         if isinstance(getattr(link, "tunewatch_reason", None), str):
             return str(link)[:500]
+        failed = _of_torchrun(link)
+        if failed is not None:
+            return f"rank {failed[0]} was killed by signal {-failed[1]}" if failed[1] < 0 else f"rank {failed[0]} exited with {failed[1]}"
         tried = re.search(r"Tried to allocate ([\d.]+ [KMGT]iB)", str(link))
         if tried:
             return f"tried to allocate {tried.group(1)}"

@@ -59,7 +59,7 @@ FIELDS: tuple[str, ...] = (
     "append_errors",
     "hook_calls",
     "hook_seconds",  # time spent in our code on the training thread
-    "hook_max_seconds",  # the longest single call, preemption by other processes taken out
+    "hook_max_seconds",  # the longest single call, blocked or computing; preemption by others taken out
     "hook_errors",
 )
 INDEX = {name: position for position, name in enumerate(FIELDS)}
@@ -89,8 +89,9 @@ class Pulse:
         temporary = f"{path}.{os.getpid()}"
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(fd, 0, SIZE)
             os.write(fd, b"\0" * SIZE)
-            os.fsync(fd)
             self._map = mmap.mmap(fd, SIZE)
         except BaseException:
             os.unlink(temporary)

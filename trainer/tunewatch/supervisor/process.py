@@ -15,9 +15,9 @@ from typing import Protocol
 
 import psutil
 
+from tunewatch.lifeline import die_with_parent
 from tunewatch.probe.writer import process_start
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _ENGINES = ("SLURM_JOB_ID", "RAY_JOB_ID", "KUBERNETES_SERVICE_HOST")
 
@@ -56,7 +56,8 @@ class Child:
                 stdout=output,
                 stderr=subprocess.STDOUT if output is not None else None,
                 start_new_session=True,
-                preexec_fn=_die_with_parent if inside_engine and sys.platform == "linux" else None,
+                # Inside an allocation nothing may stay on a GPU that the engine believes to be free.
+                preexec_fn=die_with_parent() if inside_engine else None,
             )
         self.pid = self._popen.pid
 
@@ -103,11 +104,6 @@ def become_subreaper() -> None:
     a process group leaves them alive."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def _die_with_parent() -> None:
-    # Inside an allocation nothing may stay on a GPU that the engine believes to be free.
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def descendants() -> list[psutil.Process]:

@@ -1,0 +1,101 @@
+"""`tunewatch train`: the built-in job as a supervised child."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tunewatch import states
+from tunewatch.finetune.errors import require_train_extra
+from tunewatch.health import Patience
+from tunewatch.progressview import ProgressView
+from tunewatch.run import child_environment, report_end, report_start, say, supervise
+from tunewatch.runfolder import RunFolder, create_run
+from tunewatch.supervisor.watch import Options, Supervisor
+
+if TYPE_CHECKING:
+    from tunewatch.finetune.config import RunConfig
+
+EXIT_CODES = {states.COMPLETED: 0, states.FAILED: 1, states.CANCELLED: 130}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked configuration and the run folder it goes into."""
+
+    folder: RunFolder
+    options: Options
+
+
+def prepare(config_path: Path, *, name: str | None, run_id: str | None, options: Options) -> Job:
+    """Check the configuration and make the run's folder, before anything is started.
+
+    Raises ConfigError (which names key, found and allowed), MissingExtraError and RunFolderError.
+    """
+    require_train_extra()
+    from tunewatch.finetune.config import load_config
+
+    config = load_config(config_path)
+    if name is not None:
+        config = config.model_copy(update={"name": name})
+    earlier = _earlier_run(config)
+    run_id = run_id or os.environ.get("TUNEWATCH_RUN_ID") or earlier
+    folder = create_run(
+        run_id=run_id,
+        name=config.name,
+        way="train",
+        resumed_from=earlier if earlier != run_id else None,
+        output_dir=str(config.output_dir),
+    )
+    path = folder.path / "config.yaml"
+    path.touch(mode=0o600)
+    path.write_text(config.to_yaml(), encoding="utf-8")
+    return Job(folder, replace(options, patience=_patience(config, options.patience)))
+
+
+def run_job(job: Job, *, quiet: bool) -> int:
+    """Run and watch it; returns 0 for completed, 1 for failed, 130 for cancelled."""
+    view = None if quiet else ProgressView(sys.stderr)
+    supervisor = Supervisor(job.folder, job.options, on_change=view.show if view else None)
+    report_start(supervisor)
+    command = [sys.executable, "-m", "tunewatch.finetune", str(job.folder.path / "config.yaml")]
+
+    def begin() -> None:
+        environment = child_environment(job.folder, "train", attach=False)
+        supervisor.start(command, environment, log=job.folder.child_log)
+
+    try:
+        supervise(supervisor, begin)
+    finally:
+        if view:
+            view.close()
+    report_end(supervisor)
+    assert supervisor.ending is not None
+    if supervisor.ending.state == states.FAILED:
+        say(f"its output is in {job.folder.child_log}")
+    return EXIT_CODES[supervisor.ending.state]
+
+
+def _earlier_run(config: RunConfig) -> str | None:
+    """The run whose output a resume goes on with: its run.json lies in output_dir."""
+    if not config.resume:
+        return None
+    try:
+        run_id = json.loads((config.output_dir / "run.json").read_text(encoding="utf-8"))["run_id"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return run_id if isinstance(run_id, str) else None
+
+
+def _patience(config: RunConfig, from_flags: Patience) -> Patience:
+    """Flags win over the file."""
+    default = Patience()
+    changed = {name: getattr(from_flags, name) for name in Patience.names()}
+    flags = {name: value for name, value in changed.items() if value != getattr(default, name)}
+    return replace(default, **{**config.patience, **flags})
+
+
