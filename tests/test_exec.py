@@ -11,7 +11,7 @@ import time
 
 import psutil
 import pytest
-from conftest import TINY, wait_for
+from harness import TINY, wait_for
 
 
 def ending(machine):
@@ -88,7 +88,7 @@ def test_a_command_that_is_no_training_is_not_attached(machine):
     code, _ = machine.run("exec", "--no-linger", "--", sys.executable, "-c", "print('hello')")
     assert code == 0
     assert ending(machine)[:2] == ("completed", "")
-    assert "pulse.0" not in os.listdir(machine.run_folder())
+    assert not (machine.run_folder() / "pulse.0").exists()
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,12 @@ def test_a_command_that_is_no_training_is_not_attached(machine):
         (("--leave-at", "5"), 0, ("failed", "exited_early", "early")),
         (("--steps", "20", "--raise-at", "15"), 1, ("failed", "unknown", "late")),
         (
-            ("--raise-at", "3", "--raise-what", "torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')"),
+            (
+                "--raise-at",
+                "3",
+                "--raise-what",
+                "torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')",
+            ),
             1,
             ("failed", "oom_gpu", "early"),
         ),
@@ -140,7 +145,11 @@ def test_nan_is_known_before_the_next_log(machine):
     )
     assert machine.verdict()["health"] == "bad"
     command.wait()
-    story = [(event["event"], event["step"]) for event in machine.events() if event["event"] in ("nonfinite", "evaluate")]
+    story = [
+        (event["event"], event["step"])
+        for event in machine.events()
+        if event["event"] in ("nonfinite", "evaluate")
+    ]
     assert story.index(("nonfinite", 5)) < story.index(("evaluate", 6))
     assert not any("loss" in event["values"] for event in machine.events("log"))
 
@@ -150,7 +159,9 @@ def test_one_nan_loss_with_sound_gradients_is_attention_and_counted(machine):
     command = machine.exec_tiny("--steps", "8", "--nan-loss-at", "3", options=("--no-linger",))
     assert command.wait() == 0
     assert [event["step"] for event in machine.events("nonfinite")] == [3]
-    assert machine.events("nonfinite")[0] | {"loss": True, "grad_norm": False} == machine.events("nonfinite")[0]
+    assert (
+        machine.events("nonfinite")[0] | {"loss": True, "grad_norm": False} == machine.events("nonfinite")[0]
+    )
     assert ending(machine)[:2] == ("completed", "")
     assert [signal["signal"] for signal in machine.verdict()["signals"]] == ["nonfinite_isolated"]
     assert all(not event["nonfinite"] for event in machine.events("log"))
@@ -215,7 +226,10 @@ def test_kill_minus_nine_of_the_supervisor_then_adopt(machine):
     machine.wait_step(step + 5)
     samples = machine.scrape()
     assert samples.get("steps_total") == samples.get("step")  # counters come from the pulse, not from zero
-    assert samples.get("run_state", state="training") == 1.0 or samples.get("run_state", state="validating") == 1.0
+    assert (
+        samples.get("run_state", state="training") == 1.0
+        or samples.get("run_state", state="validating") == 1.0
+    )
     second = machine.start("adopt", machine.run_folder().name)
     assert second.wait() == 2
     assert "is watched already" in second.output
@@ -226,7 +240,18 @@ def test_kill_minus_nine_of_the_supervisor_then_adopt(machine):
 
 def test_the_training_does_not_notice_a_stopped_supervisor(machine):
     """Thirty seconds of SIGSTOP and 10 MB on stderr: no call of ours on the training thread takes 5 ms."""
-    command = machine.exec_tiny("--steps", "100000", "--step-seconds", "0.01", "--noise-mb", "10", "--save-steps", "100000", "--eval-steps", "100000")
+    command = machine.exec_tiny(
+        "--steps",
+        "100000",
+        "--step-seconds",
+        "0.01",
+        "--noise-mb",
+        "10",
+        "--save-steps",
+        "100000",
+        "--eval-steps",
+        "100000",
+    )
     machine.wait_step(10)
     child = machine.json("supervisor.json")["child_pid"]
     from tunewatch.runfolder import RunFolder
@@ -251,7 +276,9 @@ def test_the_training_does_not_notice_a_stopped_supervisor(machine):
 
 def test_resume_goes_on_under_the_same_id(machine):
     assert machine.exec_tiny("--steps", "4", options=("--no-linger", "--run-id", "again")).wait() == 0
-    command = machine.exec_tiny("--steps", "8", "--resume", "--step-seconds", "0.3", options=("--no-linger", "--run-id", "again"))
+    command = machine.exec_tiny(
+        "--steps", "8", "--resume", "--step-seconds", "0.3", options=("--no-linger", "--run-id", "again")
+    )
     machine.wait_step(6)
     samples = machine.scrape()
     assert samples.get("resumes_total") == 1
@@ -300,7 +327,11 @@ def test_torchrun_leaves_no_descendant(machine, end):
         command.send(signal.SIGINT)
     code = command.wait(120)
     assert not any(alive(pid) for pid in ranks.values())
-    expected = {"complete": ("completed", ""), "kill_rank": ("failed", "rank_killed"), "ctrl_c": ("cancelled", "cancelled")}
+    expected = {
+        "complete": ("completed", ""),
+        "kill_rank": ("failed", "rank_killed"),
+        "ctrl_c": ("cancelled", "cancelled"),
+    }
     assert ending(machine)[:2] == expected[end], command.output[-3000:]
     assert (code == 0) == (end == "complete")
 
@@ -316,7 +347,8 @@ def free_port():
 def test_a_callback_in_a_script_starts_its_own_supervisor(machine):
     environment = {**machine.environment, "TUNEWATCH_RUN_ID": "from-callback"}
     process = subprocess.Popen(
-        [sys.executable, str(TINY), str(machine.folder / "out"), "--own-callback", "--steps", "60", "--step-seconds", "0.1"],
+        [sys.executable, str(TINY), str(machine.folder / "out"), "--own-callback", "--steps", "60",
+         "--step-seconds", "0.1"],
         env=environment, cwd=machine.folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:

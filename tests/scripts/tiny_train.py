@@ -27,7 +27,9 @@ parser.add_argument("--kill-rank", type=int, default=0)
 parser.add_argument("--leave-at", type=int, help="os._exit(0)")
 parser.add_argument("--raise-at", type=int)
 parser.add_argument("--raise-what", default="RuntimeError('broken')")
-parser.add_argument("--raise-early", action="store_true", help="a KeyError that quotes a row, before any trainer exists")
+parser.add_argument(
+    "--raise-early", action="store_true", help="a KeyError that quotes a row, before any trainer exists"
+)
 parser.add_argument("--noise-mb", type=int, default=0, help="write this much to stderr before the training")
 parser.add_argument("--save-only-model", action="store_true")
 parser.add_argument("--own-callback", action="store_true", help="pass tunewatch's callback, too")

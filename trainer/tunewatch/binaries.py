@@ -203,3 +203,18 @@ def _advice(name: str, reason: str) -> str:
         f"Get it from {_DOWNLOADS[name]} and put {spellings} on PATH or into {tools_folder()} "
         f"({TOOLS_VARIABLE} names another folder)."
     )
+
+
+def main() -> int:
+    """`python -m tunewatch.binaries`: find or install what the stack needs, and say where it is."""
+    try:
+        for name in ("prometheus", "promtool", "alertmanager", "amtool"):
+            print(f"{name:13} {find_binary(name, report=print)}")
+    except BinaryMissing as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

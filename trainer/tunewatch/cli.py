@@ -28,11 +28,15 @@ app = typer.Typer(
 
 Listen = Annotated[
     str | None,
-    typer.Option(help="HOST:PORT to serve metrics on; default 127.0.0.1 and the first free port from 9470 on."),
+    typer.Option(
+        help="HOST:PORT to serve metrics on; default 127.0.0.1 and the first free port from 9470 on."
+    ),
 ]
 PatienceOption = Annotated[
     list[str] | None,
-    typer.Option("--patience", help="PHASE=DURATION of silence allowed, e.g. step=5m, evaluate=1h (repeatable)."),
+    typer.Option(
+        "--patience", help="PHASE=DURATION of silence allowed, e.g. step=5m, evaluate=1h (repeatable)."
+    ),
 ]
 Name = Annotated[str | None, typer.Option(help="Name of the run, shown to people; need not be unique.")]
 RunId = Annotated[str | None, typer.Option("--run-id", help="Id of the run; default: a new one.")]
@@ -61,9 +65,13 @@ def exec_command(
     """
     command = context.args
     if not command:
-        raise UsageError("exec: no command given. Write it behind --, as in: tunewatch exec -- python train.py")
+        raise UsageError(
+            "exec: no command given. Write it behind --, as in: tunewatch exec -- python train.py"
+        )
     options = _options(listen, patience, grace, no_linger)
-    folder = create_run(run_id=run_id, name=name or Path(_script(command)).stem, way="exec", command=mask(command))
+    folder = create_run(
+        run_id=run_id, name=name or Path(_script(command)).stem, way="exec", command=mask(command)
+    )
     supervisor = Supervisor(folder, options)
     report_start(supervisor)
 
@@ -102,7 +110,9 @@ def train(
 @app.command()
 def adopt(
     run: Annotated[str, typer.Argument(help="Id of the run, or path of its folder.")],
-    pid: Annotated[int | None, typer.Option(help="The training process; default: the one the last supervisor watched.")] = None,
+    pid: Annotated[
+        int | None, typer.Option(help="The training process; default: the one the last supervisor watched.")
+    ] = None,
     listen: Listen = None,
     patience: PatienceOption = None,
     no_linger: NoLinger = False,
@@ -143,7 +153,9 @@ def runs() -> None:
 def rules(
     grafana_url: Annotated[str | None, typer.Option(help="Where your Grafana is, for dashboard_url.")] = None,
     runbook_url: Annotated[str | None, typer.Option(help="Where the runbooks are, for runbook_url.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Folder to write the rule files to; default: print them.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder to write the rule files to; default: print them.")
+    ] = None,
 ) -> None:
     """Print the alert and recording rules for your own Prometheus."""
     from tunewatch.rules import render_rules
@@ -158,9 +170,13 @@ def rules(
 
 @app.command()
 def stack(
-    time_scale: Annotated[float, typer.Option(help="Divide every interval of the shipped files by this.")] = 1.0,
+    time_scale: Annotated[
+        float, typer.Option(help="Divide every interval of the shipped files by this.")
+    ] = 1.0,
     prometheus_port: Annotated[int | None, typer.Option(help="Default: 9090, or the next free one.")] = None,
-    alertmanager_port: Annotated[int | None, typer.Option(help="Default: 9093, or the next free one.")] = None,
+    alertmanager_port: Annotated[
+        int | None, typer.Option(help="Default: 9093, or the next free one.")
+    ] = None,
     receiver_url: Annotated[str | None, typer.Option(help="Webhook for alerts; default: shown here.")] = None,
 ) -> None:
     """Run Prometheus and Alertmanager for the runs of this machine, until Ctrl-C."""
@@ -183,8 +199,12 @@ def stack(
 
 @app.command()
 def doctor(
-    prometheus_url: Annotated[str | None, typer.Option(help="Default: that of a running `tunewatch stack`.")] = None,
-    alertmanager_url: Annotated[str | None, typer.Option(help="Default: the one Prometheus sends to.")] = None,
+    prometheus_url: Annotated[
+        str | None, typer.Option(help="Default: that of a running `tunewatch stack`.")
+    ] = None,
+    alertmanager_url: Annotated[
+        str | None, typer.Option(help="Default: the one Prometheus sends to.")
+    ] = None,
     no_test_alert: Annotated[bool, typer.Option("--no-test-alert", help="Do not send a test alert.")] = False,
 ) -> None:
     """Will it wake me? Checks the way from this machine's runs to your receiver, with a test alert."""
@@ -200,8 +220,13 @@ def doctor(
 
 @app.command()
 def demo(
-    fault: Annotated[str | None, typer.Option(help="nan, stall, kill, oom or disk_full: break the run for real.")] = None,
-    keep: Annotated[bool | None, typer.Option("--keep/--no-keep", help="Keep Prometheus running afterwards; default: on a terminal.")] = None,
+    fault: Annotated[
+        str | None, typer.Option(help="nan, stall, kill, oom or disk_full: break the run for real.")
+    ] = None,
+    keep: Annotated[
+        bool | None,
+        typer.Option("--keep/--no-keep", help="Keep Prometheus running afterwards; default: on a terminal."),
+    ] = None,
 ) -> None:
     """Show everything on this machine: stack, a real small fine-tune, and the alert as you would get it."""
     from tunewatch.demo import run_demo
@@ -234,7 +259,9 @@ def _fail(error: Exception) -> NoReturn:
 
 def _options(listen: str | None, patience: list[str] | None, grace: str, no_linger: bool) -> Options:
     try:
-        options = Options(linger=not no_linger, grace=parse_duration(grace), patience=parse_patience(patience or []))
+        options = Options(
+            linger=not no_linger, grace=parse_duration(grace), patience=parse_patience(patience or [])
+        )
     except DurationError as error:
         raise UsageError(str(error)) from error
     if listen is not None:
@@ -251,7 +278,9 @@ def parse_patience(items: list[str]) -> Patience:
     for item in items:
         phase, equals, text = item.partition("=")
         if not equals or phase not in Patience.names():
-            raise UsageError(f"--patience {item!r}: expected PHASE=DURATION with one of {', '.join(Patience.names())}")
+            raise UsageError(
+                f"--patience {item!r}: expected PHASE=DURATION with one of {', '.join(Patience.names())}"
+            )
         values[phase] = float(text) if phase == "step_factor" else parse_duration(text)
     return Patience(**values)
 
@@ -283,5 +312,7 @@ def _run_line(folder: RunFolder) -> str:
     alive = known.get("pid") and not Adopted(known["pid"], known.get("process_start")).poll()
     if state not in ("completed", "failed", "cancelled") and not alive:
         state = f"unwatched, last seen {state}"
-    step = f"step {verdict['step']}/{verdict.get('max_steps') or '?'}" if verdict.get("step") is not None else ""
+    step = (
+        f"step {verdict['step']}/{verdict.get('max_steps') or '?'}" if verdict.get("step") is not None else ""
+    )
     return f"{folder.run_id:24} {facts.get('name', '')!s:20} {state:12} {verdict.get('health', ''):10} {step}".rstrip()

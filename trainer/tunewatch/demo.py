@@ -41,9 +41,15 @@ class Fault:
 FAULTS = {
     "nan": Fault(40, "one weight becomes NaN in step 40", "TunewatchRunNonFinite"),
     "stall": Fault(40, "step 40 never ends", "TunewatchRunStalled"),
-    "kill": Fault(40, "the training is killed with SIGKILL in step 40", "TunewatchRunFailed", "killed_signal_9"),
-    "oom": Fault(40, "an allocation in step 40 asks for more memory than there is", "TunewatchRunFailed", "oom_host"),
-    "disk_full": Fault(30, "the disk is full when a checkpoint is written", "TunewatchRunFailed", "disk_full"),
+    "kill": Fault(
+        40, "the training is killed with SIGKILL in step 40", "TunewatchRunFailed", "killed_signal_9"
+    ),
+    "oom": Fault(
+        40, "an allocation in step 40 asks for more memory than there is", "TunewatchRunFailed", "oom_host"
+    ),
+    "disk_full": Fault(
+        30, "the disk is full when a checkpoint is written", "TunewatchRunFailed", "disk_full"
+    ),
 }
 HEALTHY = Fault(0, "nothing is broken", "TunewatchRunFinished")
 
@@ -58,7 +64,9 @@ def run_demo(fault: str | None, *, keep: bool | None = None) -> int:
     Leaves no process behind, however it ends.
     """
     if fault is not None and fault not in FAULTS:
-        raise ConfigError("not known", key=f"--fault {fault}", allowed=", ".join(FAULTS), nearest=nearest(fault, FAULTS))
+        raise ConfigError(
+            "not known", key=f"--fault {fault}", allowed=", ".join(FAULTS), nearest=nearest(fault, FAULTS)
+        )
     require_train_extra()
     console = Console(highlight=False)
     before = signal.signal(signal.SIGTERM, _stop)
@@ -88,7 +96,9 @@ class _Demo:
 
     def run(self) -> int:
         self.say(f"Demo: a real fine-tune of a tiny model; {self.fault.story}.")
-        with Stack(self.home, time_scale=TIME_SCALE, on_notification=self._received, report=self.say) as stack:
+        with Stack(
+            self.home, time_scale=TIME_SCALE, on_notification=self._received, report=self.say
+        ) as stack:
             self.say(f"Prometheus    {stack.prometheus_url}\nAlertmanager  {stack.alertmanager_url}\n")
             with self._training() as training:
                 right = self._wait_for_alert(stack, training)
@@ -115,7 +125,17 @@ class _Demo:
         if self.fault_name:
             environment["TUNEWATCH_FAULT"] = f"{self.fault_name}@{self.fault.step}"
         config = self._write_config()
-        command = [sys.executable, "-m", "tunewatch", "train", str(config), "--run-id", self.run_id, "--grace", "10s"]
+        command = [
+            sys.executable,
+            "-m",
+            "tunewatch",
+            "train",
+            str(config),
+            "--run-id",
+            self.run_id,
+            "--grace",
+            "10s",
+        ]
         return _Training(command, environment)
 
     def _write_config(self) -> Path:

@@ -30,8 +30,8 @@ CLEAN_STEPS = 10
 class Verdict:
     """One finding about a run.
 
-    `signal` is a name of SIGNALS, `level` its level, `step` where it was seen (None before the first step), `message` one
-    sentence of what is the matter and `advice` one of what to do. Neither quotes data.
+    `signal` is a name of SIGNALS, `level` its level, `step` where it was seen (None before the first step),
+    `message` one sentence of what is the matter and `advice` one of what to do. Neither quotes data.
     """
 
     signal: str
@@ -48,10 +48,10 @@ class Verdict:
 class Patience:
     """How long, in seconds, a run may show no sign of life before it is called stalled.
 
-    `step` and `step_factor`: after the first step the limit is the larger of `step` and `step_factor` times the run's own
-    recent step time. Evaluation and saving have the larger of their limit and three times the longest one so far.
-    Sources of the defaults: on real logs a limit of 10 x the usual gap (at least 300 s) never fired on a healthy run,
-    while evaluations of 1800 s and more are common.
+    `step` and `step_factor`: after the first step the limit is the larger of `step` and `step_factor` times the
+    run's own recent step time. Evaluation and saving have the larger of their limit and three times the longest
+    one so far. Sources of the defaults: on real logs a limit of 10 x the usual gap (at least 300 s) never fired on
+    a healthy run, while evaluations of 1800 s and more are common.
     """
 
     prepare: float = 3600.0
@@ -238,7 +238,9 @@ class Health:
 
     def _raise(self, signal: str, step: int | None, message: str, advice: str) -> None:
         known = self._active.get(signal)
-        self._active[signal] = Verdict(signal, SIGNALS[signal], known.step if known else step, message, advice)
+        self._active[signal] = Verdict(
+            signal, SIGNALS[signal], known.step if known else step, message, advice
+        )
 
 
 _WAITING = {

@@ -40,7 +40,10 @@ class ProgressView:
         self._last = key
         for verdict in snapshot.verdicts:
             if previous is None or verdict.signal not in previous[1]:
-                self._console.print(f"{verdict.level.upper()} {verdict.signal}: {verdict.message} {verdict.advice}", markup=False)
+                self._console.print(
+                    f"{verdict.level.upper()} {verdict.signal}: {verdict.message} {verdict.advice}",
+                    markup=False,
+                )
         if self._live is not None:
             self._live.update(
                 self._task,
@@ -51,7 +54,9 @@ class ProgressView:
             )
         elif changed or time.monotonic() >= self._plain_due:
             self._plain_due = time.monotonic() + PLAIN_SECONDS
-            self._console.print(f"{snapshot.state:<10} {describe(snapshot)}".rstrip(), markup=False, soft_wrap=True)
+            self._console.print(
+                f"{snapshot.state:<10} {describe(snapshot)}".rstrip(), markup=False, soft_wrap=True
+            )
 
     def close(self) -> None:
         if self._live is not None:

@@ -22,7 +22,9 @@ def child_environment(folder: RunFolder, way: str, *, attach: bool) -> dict[str,
         TUNEWATCH_RUN_FOLDER=str(folder.path), TUNEWATCH_RUN_ID=folder.run_id, TUNEWATCH_WAY=way
     )
     if attach:
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ATTACH), environment.get("PYTHONPATH")]))
+        environment["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(ATTACH), environment.get("PYTHONPATH")])
+        )
     return environment
 
 

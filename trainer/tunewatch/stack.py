@@ -7,7 +7,6 @@ The configuration is the shipped one (`tunewatch.rules`), written to `<home>/sta
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import json
 import os
@@ -16,7 +15,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -34,6 +32,7 @@ from rich.console import Console
 
 from tunewatch.binaries import BinaryMissing, find_binary, installed_binary
 from tunewatch.inbox import Inbox, Notification, format_notification
+from tunewatch.lifeline import die_with_parent
 from tunewatch.rules import GRAFANA_URL, WEBHOOK_URL, alertmanager_config, prometheus_config, render_rules
 from tunewatch.share import share_path
 
@@ -50,8 +49,6 @@ _POLL = 0.1
 _RESEND_DELAY = 60.0  # Prometheus' own default
 _SHORTEST_RESEND_DELAY = 3.0
 _LOG_TAIL_LINES = 8
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 class StackError(RuntimeError):
@@ -440,7 +437,7 @@ class Stack:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 process_group=0,  # Ctrl-C on the terminal is ours: the children end in order, by `stop`
-                preexec_fn=_die_with_parent(),
+                preexec_fn=die_with_parent(),
             )
         service = _Service(name, url, log, process)
         self._services[name] = service
@@ -560,24 +557,6 @@ def _stop_signals_call(handler: Callable[[int, object], None]) -> Iterator[None]
     finally:
         for number, former in before.items():
             signal.signal(number, former)
-
-
-def _die_with_parent() -> Callable[[], None] | None:
-    """For `preexec_fn`: has Linux kill the child when we are gone, however we went.
-
-    SIGKILL, because nobody would be left to see that a polite signal was obeyed; Prometheus' log of writes
-    survives it.
-    """
-    if _LIBC is None:
-        return None
-    prctl, parent = _LIBC.prctl, os.getpid()
-
-    def set_signal() -> None:
-        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-        if os.getppid() != parent:  # we were killed before the call
-            os._exit(1)
-
-    return set_signal
 
 
 def _page_flags(prometheus: Path) -> list[str]:

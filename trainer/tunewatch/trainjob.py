@@ -96,6 +96,4 @@ def _patience(config: RunConfig, from_flags: Patience) -> Patience:
     default = Patience()
     changed = {name: getattr(from_flags, name) for name in Patience.names()}
     flags = {name: value for name, value in changed.items() if value != getattr(default, name)}
-    return replace(default, **{**config.patience, **flags})
-
-
+    return replace(replace(default, **config.patience), **flags)

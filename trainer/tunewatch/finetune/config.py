@@ -23,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from tunewatch.durations import parse_duration
 from tunewatch.finetune.errors import ConfigError, nearest
 
 TINY_MODEL = "tunewatch:tiny"
@@ -51,20 +52,8 @@ OWNED_TRAINING_KEYS = {
 }
 """Keys of `training:` that the job sets itself, and what to use instead."""
 
-_DURATION = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>s|m|h|d)?")
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _SECRET = re.compile(r"token|secret|passw|api_?key", re.IGNORECASE)
 _DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
-
-
-def parse_duration(value: object) -> float:
-    """Seconds of `300`, `"300"`, `"5m"`, `"1.5h"`, `"2d"`; ValueError for anything else or for zero."""
-    match = None
-    if isinstance(value, int | float | str) and not isinstance(value, bool):
-        match = _DURATION.fullmatch(str(value).strip())
-    if match is None or float(match["number"]) == 0:
-        raise ValueError("a duration above zero, such as 300 (seconds), 90s, 5m, 1.5h or 2d")
-    return float(match["number"]) * _SECONDS[match["unit"] or "s"]
 
 
 Duration = Annotated[float, BeforeValidator(parse_duration)]

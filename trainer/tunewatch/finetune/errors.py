@@ -18,7 +18,7 @@ TRAIN_EXTRA = ("torch", "transformers", "trl", "peft", "datasets", "accelerate",
 class JobError(Exception):
     """The job cannot go on. `tunewatch_reason` is the reason in the run's ending."""
 
-    tunewatch_reason: ClassVar[str] = "error"
+    tunewatch_reason: ClassVar[str] = "unknown"
 
 
 class ConfigError(JobError):

@@ -35,7 +35,7 @@ class TunewatchCallback(TrainerCallback):
     def __init__(self, name: str | None = None, *, run_id: str | None = None, supervise: bool = True) -> None:
         self.tracker = ProgressTracker()
         self._name, self._run_id, self._supervise = name, run_id, supervise
-        self._reporter: Reporter | None = None
+        self._reporter: Any = None  # a Reporter, once the trainer is known
         self._active = False
         install(sys.modules["transformers"].Trainer)
 
@@ -142,7 +142,10 @@ def _start_supervisor(run_id: str) -> None:
     import tunewatch
 
     source = os.path.dirname(os.path.dirname(os.path.abspath(tunewatch.__file__)))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")])),
+    }
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         environment.pop(name, None)
     subprocess.Popen(

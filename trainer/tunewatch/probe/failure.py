@@ -19,7 +19,7 @@ _MESSAGES: tuple[tuple[str, str], ...] = (
     ("oom_gpu", r"(CUDA|HIP|XPU|NPU) out of memory|MPS backend out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDA error: out of memory"),
     ("oom_gpu", r"^(torch\.)?OutOfMemoryError"),
     ("oom_host", r"DefaultCPUAllocator: (can't|not enough)|Cannot allocate memory|^MemoryError|ArrayMemoryError|std::bad_alloc"),
-    ("disk_full", r"No space left on device|os error 28|Disk quota exceeded|os error 122|file write failed|PytorchStreamWriter failed writing"),
+    ("disk_full", r"No space left on device|os error 28|Disk quota exceeded|os error 122|file write failed|PytorchStreamWriter failed writing|inline_container\.cc.*unexpected pos"),
     ("nccl_timeout", r"(NCCL|collective operation|ProcessGroup\w+).*(timeout|timed out)|Watchdog caught collective|Timed out waiting \d+ms for (recv|send)"),
     ("gpu_lost", r"unspecified launch failure|fallen off the bus|GPU is lost|uncorrectable ECC|device handle for GPU|no CUDA-capable device"),
     ("auth", r"GatedRepoError|LocalTokenNotFound|gated repo|\b401\b.*(Unauthorized|Client Error)|\b403\b.*Forbidden|Invalid user token|Please log in|Unauthorized for url"),
@@ -33,9 +33,27 @@ _MESSAGES: tuple[tuple[str, str], ...] = (
 )  # fmt: skip
 _COMPILED = tuple((reason, re.compile(pattern, re.IGNORECASE | re.DOTALL)) for reason, pattern in _MESSAGES)
 
-_DATA_FRAMES = ("sft_trainer.py", "data_collator.py", "data_utils.py", "arrow_dataset.py", "datasets/", "tokenization_")
-_CONFIG_FRAMES = ("training_args.py", "sft_config.py", "configuration_utils.py", "auto_factory.py", "hf_argparser.py")
-_RESUME_FUNCTIONS = ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "load_from_json", "_load_rng_state")
+_DATA_FRAMES = (
+    "sft_trainer.py",
+    "data_collator.py",
+    "data_utils.py",
+    "arrow_dataset.py",
+    "datasets/",
+    "tokenization_",
+)
+_CONFIG_FRAMES = (
+    "training_args.py",
+    "sft_config.py",
+    "configuration_utils.py",
+    "auto_factory.py",
+    "hf_argparser.py",
+)
+_RESUME_FUNCTIONS = (
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "load_from_json",
+    "_load_rng_state",
+)
 
 MAX_FRAMES = 12
 
@@ -87,7 +105,11 @@ def safe_detail(error: BaseException) -> str:
             return str(link)[:500]
         failed = _of_torchrun(link)
         if failed is not None:
-            return f"rank {failed[0]} was killed by signal {-failed[1]}" if failed[1] < 0 else f"rank {failed[0]} exited with {failed[1]}"
+            return (
+                f"rank {failed[0]} was killed by signal {-failed[1]}"
+                if failed[1] < 0
+                else f"rank {failed[0]} exited with {failed[1]}"
+            )
         tried = re.search(r"Tried to allocate ([\d.]+ [KMGT]iB)", str(link))
         if tried:
             return f"tried to allocate {tried.group(1)}"

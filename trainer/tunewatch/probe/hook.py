@@ -84,6 +84,8 @@ class _Loader(importlib.abc.Loader):
 def _join(module: Any) -> None:
     from .callback import TunewatchCallback
 
-    if not any(getattr(item, "__name__", "") == TunewatchCallback.__name__ for item in module.DEFAULT_CALLBACKS):
+    if not any(
+        getattr(item, "__name__", "") == TunewatchCallback.__name__ for item in module.DEFAULT_CALLBACKS
+    ):
         module.DEFAULT_CALLBACKS.append(TunewatchCallback)
     RunWriter.from_environment().phase("prepare", "transformers imported")

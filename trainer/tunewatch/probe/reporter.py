@@ -25,7 +25,17 @@ from .writer import RunWriter, process_globals
 
 _Method = TypeVar("_Method", bound=Callable[..., None])
 _FIRST_BUCKET = INDEX["step_bucket_0"]
-_VERSIONS = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "unsloth", "deepspeed")
+_VERSIONS = (
+    "torch",
+    "transformers",
+    "trl",
+    "peft",
+    "accelerate",
+    "datasets",
+    "tokenizers",
+    "unsloth",
+    "deepspeed",
+)
 
 
 def _quiet(method: _Method) -> _Method:
@@ -132,7 +142,7 @@ class Reporter:
         self.pace.reset()
         step = int(state.global_step)
         if pulse is not None:
-            pulse.update(step=step, max_steps=_limit(state.max_steps), first_step=1.0)
+            pulse.update(step=step, max_steps=_or_nan(_limit(state.max_steps)), first_step=1.0)
         gpus = _gpu_uuids(args)
         if gpus:
             self.writer.event("device", gpus=gpus)
@@ -156,7 +166,9 @@ class Reporter:
             )
         skipping = step > 0 and not getattr(args, "ignore_data_skip", False)
         self._enter("data")
-        self.writer.event("phase", phase="data", detail="skipping data" if skipping else "first batch", ratio=None)
+        self.writer.event(
+            "phase", phase="data", detail="skipping data" if skipping else "first batch", ratio=None
+        )
         self.tracker.update(
             run_id=self.writer.run_id, state="training", step=step, max_steps=_limit(state.max_steps)
         )
@@ -207,11 +219,10 @@ class Reporter:
             tokens_seen=getattr(state, "num_input_tokens_seen", None) or None,
         )  # fmt: skip
         self._memory()
-        update = {key: values[key] for key in ("loss", "learning_rate", "grad_norm", "eval_loss") if key in values}
-        update.update({key: float(text) for key, text in nonfinite.items() if key in ("loss", "grad_norm", "eval_loss")})
-        if "num_tokens" in values:
-            update["tokens_seen"] = values["num_tokens"]
-        self.tracker.update(**update)
+        logged = {**values, **{key: float(text) for key, text in nonfinite.items()}}
+        if "num_tokens" in logged:
+            logged["tokens_seen"] = logged["num_tokens"]
+        self.tracker.update(**{key: logged[key] for key in _TRACKED if key in logged})
 
     @_quiet
     def prediction_step(self) -> None:
@@ -230,7 +241,9 @@ class Reporter:
         if pulse is not None:
             pulse.add("evaluations")
         if self._main:
-            self.writer.event("evaluate", step=int(state.global_step), seconds=seconds, batches=self._eval_batches)
+            self.writer.event(
+                "evaluate", step=int(state.global_step), seconds=seconds, batches=self._eval_batches
+            )
         self._eval_batches = 0
         if getattr(control, "should_save", False):
             self._begin_pause("save", f"checkpoint-{int(state.global_step)}")
@@ -307,7 +320,7 @@ class Reporter:
         pulse.add("steps_skipped_total", float(skipped))
         wall, monotonic = time.time(), time.monotonic()
         pulse.update(
-            step=step, max_steps=_limit(state.max_steps), epoch=_finite(state.epoch), first_step=0.0,
+            step=step, max_steps=_or_nan(_limit(state.max_steps)), epoch=_or_nan(_finite(state.epoch)), first_step=0.0,
             step_time=wall, step_monotonic=monotonic, activity_time=wall, activity_monotonic=monotonic,
             grad_norm_seen=float(self.watch.norms_seen > 0),
         )  # fmt: skip
@@ -356,7 +369,9 @@ class Reporter:
         optimizer: bool | None = None
         try:
             # An optimizer without state of its own (plain SGD) is restored when its file was there.
-            optimizer = len(objects["optimizer"].state) > 0 or (bool(has["optimizer"]) and bool(has["scheduler"]))
+            optimizer = len(objects["optimizer"].state) > 0 or (
+                bool(has["optimizer"]) and bool(has["scheduler"])
+            )
         except (KeyError, AttributeError, TypeError):
             pass
         scheduler: bool | None = None
@@ -379,6 +394,7 @@ class Reporter:
         return None
 
 
+_TRACKED = ("loss", "learning_rate", "grad_norm", "eval_loss", "tokens_seen")
 _STATE_FILES = {"optimizer": "optimizer", "scheduler": "scheduler", "rng": "rng_state"}
 
 
@@ -402,11 +418,18 @@ def _finite(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
+def _or_nan(value: float | None) -> float:
+    """The pulse's spelling of unknown."""
+    return math.nan if value is None else value
+
+
 def _gpu_uuids(args: Any) -> list[str]:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return []
-    indices = range(torch.cuda.device_count()) if getattr(args, "n_gpu", 1) > 1 else [torch.cuda.current_device()]
+    indices = (
+        range(torch.cuda.device_count()) if getattr(args, "n_gpu", 1) > 1 else [torch.cuda.current_device()]
+    )
     visible = [item.strip() for item in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     found = []
     for index in indices:
@@ -421,7 +444,9 @@ def _gpu_uuids(args: Any) -> list[str]:
 
 def _effective(args: Any, state: Any) -> dict[str, Any]:
     """The arguments as they took effect (a resume takes some of them from the checkpoint)."""
-    per_device = getattr(state, "train_batch_size", None) or getattr(args, "per_device_train_batch_size", None)
+    per_device = getattr(state, "train_batch_size", None) or getattr(
+        args, "per_device_train_batch_size", None
+    )
     accumulation = getattr(args, "gradient_accumulation_steps", None)
     world = getattr(args, "world_size", None) or 1
     effective = {
@@ -447,7 +472,9 @@ def _precision(args: Any) -> str:
 
 def _info(args: Any, state: Any, model: Any) -> dict[str, Any]:
     effective = _effective(args, state)
-    info = {key: effective.get(key) for key in ("batch_size", "learning_rate", "max_length", "precision", "seed")}
+    info = {
+        key: effective.get(key) for key in ("batch_size", "learning_rate", "max_length", "precision", "seed")
+    }
     peft = next(iter((getattr(model, "peft_config", None) or {}).values()), None)
     config = getattr(model, "config", None)
     name = getattr(peft, "base_model_name_or_path", None) or getattr(config, "_name_or_path", None)
@@ -462,7 +489,11 @@ def _info(args: Any, state: Any, model: Any) -> dict[str, Any]:
 
 def _model_name(name: str) -> str:
     """A hub id as it is; of a local path only the last component."""
-    return os.path.basename(name.rstrip("/")) if os.path.isabs(name) or name.startswith(".") or os.path.isdir(name) else name
+    return (
+        os.path.basename(name.rstrip("/"))
+        if os.path.isabs(name) or name.startswith(".") or os.path.isdir(name)
+        else name
+    )
 
 
 def _environment() -> dict[str, str]:

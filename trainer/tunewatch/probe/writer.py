@@ -75,7 +75,9 @@ class RunWriter:
         shared = process_globals()
         writer = shared.get("writer")
         if writer is None or writer._pid != os.getpid():
-            writer = cls(os.environ.get("TUNEWATCH_RUN_FOLDER"), way=os.environ.get("TUNEWATCH_WAY", "callback"))
+            writer = cls(
+                os.environ.get("TUNEWATCH_RUN_FOLDER"), way=os.environ.get("TUNEWATCH_WAY", "callback")
+            )
             shared["writer"] = writer
         return writer
 

@@ -35,7 +35,9 @@ def scan(output_dir: Path | str) -> list[Checkpoint]:
     folder = Path(output_dir)
     if not folder.is_dir():
         return []
-    found = [inspect(path) for path in folder.glob("checkpoint-*") if path.name[11:].isdecimal() and path.is_dir()]
+    found = [
+        inspect(path) for path in folder.glob("checkpoint-*") if path.name[11:].isdecimal() and path.is_dir()
+    ]
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
@@ -61,7 +63,9 @@ def inspect(path: Path) -> Checkpoint:
     step = int(path.name[11:])
     problem = _weights_problem(path) or _state_problem(path, step)
     lacking = _resume_problem(path)
-    return Checkpoint(step, path.name, path, not problem, not (problem or lacking), problem or lacking, size, saved_at)
+    return Checkpoint(
+        step, path.name, path, not problem, not (problem or lacking), problem or lacking, size, saved_at
+    )
 
 
 def _state_problem(path: Path, step: int) -> str:
@@ -69,10 +73,10 @@ def _state_problem(path: Path, step: int) -> str:
         return "still being written when the training was terminated"
     # Written last: while it is missing, the save is not over, or was cut off.
     state = path / "trainer_state.json"
+    if not state.is_file():
+        return "trainer_state.json is missing: the save did not finish"
     try:
         recorded = json.loads(state.read_text(encoding="utf-8")).get("global_step")
-    except FileNotFoundError:
-        return "trainer_state.json is missing: the save did not finish"
     except (OSError, ValueError, AttributeError):
         return "trainer_state.json is cut off"
     return "" if recorded == step else f"trainer_state.json is of step {recorded}"
@@ -135,7 +139,9 @@ def _safetensors_is_whole(prefix: bytes, stream, size: int) -> bool:  # type: ig
         return False
     try:
         header = json.loads(stream.read(length))
-        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+        end = max(
+            (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0
+        )
     except (ValueError, KeyError, TypeError, AttributeError):
         return False
     return size == 8 + length + end

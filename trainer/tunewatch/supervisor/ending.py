@@ -27,6 +27,7 @@ ADVICE: dict[str, str] = {
     "gpu_lost": "Do not use this GPU again before it was reset and checked (dmesg, XID).",
     "checkpoint_corrupt": "Resume from an older, complete checkpoint.",
     "nothing_trainable": "Check lora.target_modules and frozen parameters: nothing would have been trained.",
+    "packaging": "Look at the end of the log, free space where output_dir lies, and resume to package again.",
     "exited_early": "Look at the end of the log: the program left without finishing its training.",
     "preempted": "Start it again; it can go on from its last complete checkpoint.",
     "stalled": "Find out what it waited for (py-spy dump of the process) before you resume it.",
@@ -53,7 +54,10 @@ class Ending:
     exit_code: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("state", "reason", "when", "message", "advice", "exit_code")}
+        return {
+            name: getattr(self, name)
+            for name in ("state", "reason", "when", "message", "advice", "exit_code")
+        }
 
 
 @dataclass(frozen=True)
@@ -109,8 +113,10 @@ def _reason(e: Evidence) -> tuple[str, str]:
         # Also when train() returned normally: a SIGTERM checkpoint makes it stop in good order, far from done.
         return "preempted", f"Terminated from outside{_at(e)}."
     # Somebody else's process in the same cgroup may have been the victim: ours must look the part.
-    if e.oom_kills and (died_of == signal.SIGKILL or (died_of is None and not e.exceptions and not e.exited)) and (
-        e.returncode != 0
+    if (
+        e.oom_kills
+        and (died_of == signal.SIGKILL or (died_of is None and not e.exceptions and not e.exited))
+        and (e.returncode != 0)
     ):
         return "oom_host", f"The kernel killed it: its memory cgroup was full{_while(e)}{_at(e)}."
     error = _first_cause(e)
@@ -131,11 +137,16 @@ def _reason(e: Evidence) -> tuple[str, str]:
         return "shm", f"Killed by signal 7 (bus error){_at(e)}: most often /dev/shm is full."
     if died_of is not None:
         hint = "; most often the machine ran out of memory" if died_of == signal.SIGKILL else ""
-        return f"killed_signal_{died_of}", f"Killed by signal {died_of} ({_signal_name(died_of)}){_while(e)}{_at(e)}{hint}."
+        return (
+            f"killed_signal_{died_of}",
+            f"Killed by signal {died_of} ({_signal_name(died_of)}){_while(e)}{_at(e)}{hint}.",
+        )
     if e.nonfinite_since is not None:
         return "nan", f"It ended, but loss or gradients were NaN or infinite since step {e.nonfinite_since}."
     if e.package is not None and not e.package.get("ok"):
-        return str(e.package.get("reason") or "unknown"), f"The training was done, but packaging failed{_at(e)}."
+        return str(
+            e.package.get("reason") or "unknown"
+        ), f"The training was done, but packaging failed{_at(e)}."
     if succeeded:
         return "", _success(e)
     if e.returncode == 127:
@@ -204,7 +215,9 @@ def _success(e: Evidence) -> str:
     if not e.attached:
         return "The command ended with exit code 0."
     if e.session_steps == 0:
-        return f"Nothing to do: it was at step {e.step} of {e.max_steps} already." if e.trained else "It ended."
+        return (
+            f"Nothing to do: it was at step {e.step} of {e.max_steps} already." if e.trained else "It ended."
+        )
     stopped = " (stopped on request)" if e.step is not None and e.max_steps and e.step < e.max_steps else ""
     return f"Completed at step {e.step} of {e.max_steps or '?'}{stopped}."
 
@@ -218,7 +231,12 @@ def _at(e: Evidence) -> str:
 def _while(e: Evidence) -> str:
     if not e.attached:
         return ""
-    words = {"prepare": "while preparing", "evaluate": "in an evaluation", "save": "while saving", "package": "after the training"}
+    words = {
+        "prepare": "while preparing",
+        "evaluate": "in an evaluation",
+        "save": "while saving",
+        "package": "after the training",
+    }
     text = words.get(e.phase)
     return f" {text}" if text else ""
 

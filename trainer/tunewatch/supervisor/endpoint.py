@@ -68,7 +68,12 @@ class Endpoint:
     """Serves a registry on HTTP, from threads of its own. Read-only."""
 
     def __init__(
-        self, registry: CollectorRegistry, *, host: str = DEFAULT_HOST, port: int | None = None, title: str = "tunewatch"
+        self,
+        registry: CollectorRegistry,
+        *,
+        host: str = DEFAULT_HOST,
+        port: int | None = None,
+        title: str = "tunewatch",
     ) -> None:
         """Listen on `port`, or on the first free one from 9470 on.
 
@@ -102,7 +107,9 @@ class _Server(ThreadingHTTPServer):
 
 def _bind(host: str, port: int | None, handler: type[BaseHTTPRequestHandler]) -> _Server:
     candidates = [port] if port is not None else range(DEFAULT_PORT, DEFAULT_PORT + PORTS_TRIED)
-    server_class = type("_Server6", (_Server,), {"address_family": socket.AF_INET6}) if ":" in host else _Server
+    server_class = (
+        type("_Server6", (_Server,), {"address_family": socket.AF_INET6}) if ":" in host else _Server
+    )
     for candidate in candidates:
         try:
             return server_class((host, candidate), handler)
@@ -131,7 +138,9 @@ def _make_handler(registry: CollectorRegistry, scrapes: Scrapes, title: str) -> 
                     scrapes.seen(f"{self.client_address[0]} {self.headers.get('User-Agent', '')}")
             elif path == "/":
                 page = f"<!doctype html><title>{html.escape(title)}</title><h1>{html.escape(title)}</h1>"
-                self._answer(200, "text/html; charset=utf-8", f'{page}<p><a href="/metrics">Metrics</a>'.encode())
+                self._answer(
+                    200, "text/html; charset=utf-8", f'{page}<p><a href="/metrics">Metrics</a>'.encode()
+                )
             elif path == "/healthz":
                 self._answer(200, "text/plain; charset=utf-8", b"ok\n")
             else:

@@ -15,8 +15,9 @@ UNSEEN_FAILURE = 60.0
 class Linger:
     """Decides when an endpoint may close. `state` is the run's terminal state, `ended` its monotonic time.
 
-    Every known scraper gets the terminal state twice (one scrape may be lost), or three of its intervals to fetch it; five
-    minutes at most. Nobody ever scraped: a completed run leaves at once, any other waits a minute for somebody to come.
+    Every known scraper gets the terminal state twice (one scrape may be lost), or three of its intervals to
+    fetch it; five minutes at most. Nobody ever scraped: a completed run leaves at once, any other waits a minute
+    for somebody to come.
     """
 
     state: str

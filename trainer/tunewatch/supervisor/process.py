@@ -41,7 +41,9 @@ class Process(Protocol):
 class Child:
     """A command that we started, in a session of its own."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path | None = None) -> None:
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], log: Path | None = None
+    ) -> None:
         """Start it. stdout and stderr go to `log`, or are passed on as they are; never through a pipe.
 
         Raises OSError (FileNotFoundError, PermissionError) where the command can not be run.
@@ -108,11 +110,7 @@ def become_subreaper() -> None:
 
 def descendants() -> list[psutil.Process]:
     """Every live process below this one."""
-    return [
-        process
-        for process in psutil.Process().children(recursive=True)
-        if _alive(process)
-    ]
+    return [process for process in psutil.Process().children(recursive=True) if _alive(process)]
 
 
 def _alive(process: psutil.Process) -> bool:
@@ -174,7 +172,9 @@ class OomKills:
     The limit may sit on a parent while the kill is counted in the leaf (Slurm), so every level up to the root is read.
     """
 
-    def __init__(self, cgroup_file: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> None:
+    def __init__(
+        self, cgroup_file: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+    ) -> None:
         self._files = list(_oom_files(cgroup_file, root))
         self._before = self._read()
 
@@ -201,7 +201,7 @@ def _oom_files(cgroup_file: Path, root: Path) -> list[Path]:
         lines = cgroup_file.read_text().splitlines()
     except OSError:
         return []
-    files = []
+    files: list[Path] = []
     for line in lines:
         _, controllers, group = line.split(":", 2)
         if controllers == "":
@@ -211,10 +211,10 @@ def _oom_files(cgroup_file: Path, root: Path) -> list[Path]:
         else:
             continue
         level = Path(group.lstrip("/"))
-        for parent in (level, *level.parents):
-            # The root group counts the whole machine's kills: not ours.
-            if parent != Path(".") and (base / parent / name).is_file():
-                files.append(base / parent / name)
-    if not files and (root / "memory.events").is_file():  # in a container the own group is mounted as the root
-        files.append(root / "memory.events")
+        # The root group counts the whole machine's kills: not ours.
+        groups = [group for group in (level, *level.parents) if group != Path()]
+        files.extend(base / group / name for group in groups if (base / group / name).is_file())
+    own = root / "memory.events"  # in a container the own group is mounted as the root
+    if not files and own.is_file():
+        files.append(own)
     return files

@@ -119,7 +119,9 @@ class Record:
 
     def _on_provenance(self, event: Mapping[str, Any]) -> None:
         self.info.update({k: v for k, v in (event.get("info") or {}).items() if v is not None})
-        self.environment.update({k: str(v) for k, v in (event.get("environment") or {}).items() if v is not None})
+        self.environment.update(
+            {k: str(v) for k, v in (event.get("environment") or {}).items() if v is not None}
+        )
 
     def _on_device(self, event: Mapping[str, Any]) -> None:
         self.gpus[int(event.get("rank", 0))] = tuple(map(str, event.get("gpus") or ()))
@@ -160,9 +162,9 @@ class Record:
         values.update({key: float(text) for key, text in nonfinite.items()})
         step = int(event.get("step") or 0)
         self.step_event = max(step, self.step_event or 0) if not self.training else step
-        if "train_loss" in values and "loss" not in values:
-            if values.get("train_loss") != 0.0 or self._steps_this_session():
-                self.train_loss_mean = values["train_loss"]  # 0.0 of a resume that had nothing to do is no loss
+        nothing_done = values.get("train_loss") == 0.0 and not self._steps_this_session()
+        if "train_loss" in values and "loss" not in values and not nothing_done:
+            self.train_loss_mean = values["train_loss"]
         for name in ("loss", "learning_rate", "grad_norm"):
             if name in values:
                 setattr(self, name, values[name])
@@ -296,7 +298,9 @@ class Record:
     @property
     def step_buckets(self) -> tuple[float, ...]:
         main = self.main
-        return tuple(main[f"step_bucket_{i}"] for i in range(len(STEP_BUCKETS) + 1)) if main is not None else ()
+        return (
+            tuple(main[f"step_bucket_{i}"] for i in range(len(STEP_BUCKETS) + 1)) if main is not None else ()
+        )
 
     def rank_sum(self, name: str) -> float:
         return sum(pulse[name] for pulse in self.pulses.values())

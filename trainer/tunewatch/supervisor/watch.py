@@ -63,7 +63,9 @@ class Options:
 class Supervisor:
     """Watches one run. `run()` returns its ending when the process is gone and the linger is over."""
 
-    def __init__(self, folder: RunFolder, options: Options, *, on_change: Callable[[Snapshot], None] | None = None) -> None:
+    def __init__(
+        self, folder: RunFolder, options: Options, *, on_change: Callable[[Snapshot], None] | None = None
+    ) -> None:
         """Take the run: raises AlreadyWatched when another supervisor lives, PortTaken when the port is in use."""
         self.folder = folder
         self.options = options
@@ -96,7 +98,9 @@ class Supervisor:
         self._disk_due = 0.0
         self._saves_seen = 0.0
         registry = CollectorRegistry()
-        self.endpoint = Endpoint(registry, host=options.host, port=options.port, title=f"tunewatch {folder.run_id}")
+        self.endpoint = Endpoint(
+            registry, host=options.host, port=options.port, title=f"tunewatch {folder.run_id}"
+        )
         self._publish()
         registry.register(RunCollector(self._current, time.time))
         if options.target_file:
@@ -125,7 +129,9 @@ class Supervisor:
         if include_pid is not None and known.get("child_pid") == include_pid:
             self._session_start = float(known["session_start"])
         elif include_pid is not None:
-            self._session_start = min(self._session_start, float(self._run_facts.get("created", self._session_start)))
+            self._session_start = min(
+                self._session_start, float(self._run_facts.get("created", self._session_start))
+            )
         self._record.session_began = self._session_start
 
     def _begin(self) -> None:
@@ -210,7 +216,9 @@ class Supervisor:
                 self._write_provenance()
         pids = {facts.get("pid") for facts in self._record.sessions.values()}
         # A pulse of an earlier session may still lie there.
-        self._record.pulse({rank: pulse for rank, pulse in self.folder.pulses().items() if pulse["pid"] in pids})
+        self._record.pulse(
+            {rank: pulse for rank, pulse in self.folder.pulses().items() if pulse["pid"] in pids}
+        )
 
     def _excuse_absence(self, now: float) -> None:
         if self._last_tick is not None and now - self._last_tick > 5.0:
@@ -232,7 +240,9 @@ class Supervisor:
             seconds_per_step=record.pace.seconds_per_step,
         )
         if self._last_tick is not None and self._health.is_active("stalled"):
-            self._phase_stalled[moment.phase] = self._phase_stalled.get(moment.phase, 0.0) + now - self._last_tick
+            self._phase_stalled[moment.phase] = (
+                self._phase_stalled.get(moment.phase, 0.0) + now - self._last_tick
+            )
         self._health.tick(moment)
 
     def _follow_state(self) -> None:
@@ -261,7 +271,10 @@ class Supervisor:
                 continue
             if any(error.get("session") == session for error in record.exceptions):
                 continue
-            if facts.get("process_start") is not None and process_start(facts["pid"]) != facts["process_start"]:
+            if (
+                facts.get("process_start") is not None
+                and process_start(facts["pid"]) != facts["process_start"]
+            ):
                 self._dead_ranks.append(rank)
 
     # -- signals ------------------------------------------------------------------------------------------
@@ -275,7 +288,9 @@ class Supervisor:
             elif number == signal.SIGINT:
                 self._interrupt(now)
             elif number == signal.SIGTERM and not self._terminate:
-                self._terminate = True  # passed on once: a second one kills Python in the middle of its clean-up
+                self._terminate = (
+                    True  # passed on once: a second one kills Python in the middle of its clean-up
+                )
                 self._kill_at = now + self.options.grace
                 if self._way != "callback":
                     self._process.send(signal.SIGTERM)
@@ -307,7 +322,9 @@ class Supervisor:
         self._look_at_disk(time.monotonic(), wait=10.0)
         self._watch_ranks()
         self.ending = judge(self._evidence(code))
-        self.exit_code = _shell_code(code) if code is not None else (0 if self.ending.state == states.COMPLETED else 1)
+        self.exit_code = (
+            _shell_code(code) if code is not None else (0 if self.ending.state == states.COMPLETED else 1)
+        )
         self._run_end = time.time()
         self._health.silence()
         self._enter(self.ending.state)
@@ -326,8 +343,10 @@ class Supervisor:
             way=self._way,
             attached=record.attached,
             trained=record.trained,
-            finished=record.train_returned or (record.trained and not record.training and not record.exceptions),
-            exited=record.main_session in record.exited_sessions or (record.interactive and record.train_returned),
+            finished=record.train_returned
+            or (record.trained and not record.training and not record.exceptions),
+            exited=record.main_session in record.exited_sessions
+            or (record.interactive and record.train_returned),
             requested_stop=record.requested_stop,
             step=record.step,
             max_steps=record.max_steps,
@@ -389,7 +408,10 @@ class Supervisor:
     def _publish(self) -> None:
         before = self.snapshot
         self.snapshot = self._build()
-        changed = before is None or (before.state, before.verdicts) != (self.snapshot.state, self.snapshot.verdicts)
+        changed = before is None or (before.state, before.verdicts) != (
+            self.snapshot.state,
+            self.snapshot.verdicts,
+        )
         if changed or self.snapshot.now - self._verdict_written >= 2.0:
             self._write_verdict()
         if self._on_change is not None:
@@ -491,9 +513,13 @@ class Supervisor:
             checkpoint_size=newest.size_bytes if newest else None,
             checkpoint_duration=record.save_seconds,
             checkpoint_interval_steps=_interval(record.effective.get("save_steps")),
-            checkpoint_best_step=record.best_step if record.best_step in {item.step for item in complete} else None,
+            checkpoint_best_step=record.best_step
+            if record.best_step in {item.step for item in complete}
+            else None,
             output_free_bytes=self._free_bytes,
-            resume_lost={part: value is False for part, value in record.restored.items() if value is not None},
+            resume_lost={
+                part: value is False for part, value in record.restored.items() if value is not None
+            },
             hub_push_failures_total=record.hub_failures,
             hub_push_last_success=record.hub_last_success,
             samples_generated=record.samples_generated,
