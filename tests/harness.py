@@ -97,9 +97,10 @@ class Command:
 class Machine:
     """One test's machine: a home, and what runs in it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, home: Path | None = None, run_id: str | None = None) -> None:
         self.folder = folder
-        self.home = folder / "home"
+        self.home = home or folder / "home"
+        self.run_id = run_id
         self.environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith(("TUNEWATCH_", "SLURM_", "XDG_"))},
             "TUNEWATCH_HOME": str(self.home),
@@ -124,12 +125,17 @@ class Machine:
     ) -> Command:
         """Start `tunewatch exec` on the tiny training."""
         target = [sys.executable, str(TINY), str(self.folder / output), *flags]
+        if self.run_id is not None:
+            options = ("--run-id", self.run_id, *options)
         return self.start("exec", *options, "--", *target, **environment)
 
     def run_folder(self, seconds: float = 30.0) -> Path:
-        """The folder of the one run of this machine."""
+        """The folder of this machine's run, once it is watched."""
+        pattern = f"{self.run_id or '*'}/supervisor.json"
         return wait_for(
-            lambda: next(iter((self.home / "runs").glob("*/supervisor.json")), None), seconds=seconds
+            lambda: next(iter((self.home / "runs").glob(pattern)), None),
+            seconds=seconds,
+            what="a watched run",
         ).parent
 
     def json(self, name: str) -> dict[str, Any]:
@@ -156,7 +162,7 @@ class Machine:
             if command.process.poll() is None:
                 command.send(signal.SIGKILL)
                 command.process.wait()
-        for path in self.home.glob("runs/*/supervisor.json"):
+        for path in self.home.glob(f"runs/{self.run_id or '*'}/supervisor.json"):
             known = json.loads(path.read_text())
             for key in ("child_pid", "pid"):
                 _kill_tree(known[key], known[key.replace("pid", "process_start")])

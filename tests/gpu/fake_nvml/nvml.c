@@ -1,0 +1,359 @@
+/*
+ * A libnvidia-ml.so.1 for tests: answers from a scenario file, read again whenever it changes.
+ *
+ * FAKE_NVML_SCENARIO names the file; without the file there is no driver. FAKE_NVML_LOG, when set, gets a
+ * line for every init and shutdown. A scenario has one "key value" a line; '#' starts a comment line:
+ *
+ *   driver 580.65.06
+ *   gpu0.uuid GPU-...          a GPU exists where it has a uuid; indices start at 0
+ *   gpu0.power 123456          readings in NVML's own units; a reading without a line is NOT_SUPPORTED
+ *   gpu0.mig0.uuid MIG-...     a MIG slice of GPU 0; gpu0.mig 1 turns the mode on
+ *   gpu0.!nvmlDeviceGetPowerUsage 3     this call on this GPU fails with code 3
+ *   gpu0.!* 15                          every call on this GPU fails
+ *   !nvmlInitWithFlags 9                this call fails wherever it is made
+ *
+ * In place of a code, "hang" never returns and "crash" is a segmentation fault.
+ */
+#include <signal.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum { OK = 0, UNINITIALIZED = 1, INVALID = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, NO_DRIVER = 9 };
+enum { GPUS = 64, SLICES = 7, CARD = -1 };
+
+struct device {
+    int gpu, slice;
+};
+typedef struct device *device_t;
+
+static struct device cards[GPUS], slices[GPUS][SLICES];
+static int initialized;
+static char scenario[1 << 18];
+
+static int load(void) {
+    static struct timespec loaded;
+    static off_t size = -1;
+    static ino_t inode;
+    const char *path = getenv("FAKE_NVML_SCENARIO");
+    struct stat now;
+    if (!path || stat(path, &now) != 0)
+        return 0;
+    if (now.st_size == size && now.st_ino == inode && !memcmp(&now.st_mtim, &loaded, sizeof loaded))
+        return 1;
+    FILE *file = fopen(path, "r");
+    if (!file)
+        return 0;
+    scenario[0] = '\n';
+    size_t got = fread(scenario + 1, 1, sizeof scenario - 2, file);
+    scenario[got + 1] = 0;
+    fclose(file);
+    loaded = now.st_mtim, size = now.st_size, inode = now.st_ino;
+    return 1;
+}
+
+/* The value of a key, copied into out; 0 where there is none. */
+static int lookup(const char *key, char *out, size_t length) {
+    char wanted[160];
+    if (!load())
+        return 0;
+    snprintf(wanted, sizeof wanted, "\n%s ", key);
+    const char *line = strstr(scenario, wanted);
+    if (!line)
+        return 0;
+    line += strlen(wanted);
+    size_t end = strcspn(line, "\n");
+    if (end >= length)
+        end = length - 1;
+    memcpy(out, line, end);
+    out[end] = 0;
+    return 1;
+}
+
+static void device_key(device_t device, const char *name, char *out, size_t length) {
+    if (device->slice == CARD)
+        snprintf(out, length, "gpu%d.%s", device->gpu, name);
+    else
+        snprintf(out, length, "gpu%d.mig%d.%s", device->gpu, device->slice, name);
+}
+
+static int device_text(device_t device, const char *name, char *out, size_t length) {
+    char key[128];
+    device_key(device, name, key, sizeof key);
+    return lookup(key, out, length);
+}
+
+static int misbehave(const char *what) {
+    if (!strcmp(what, "hang"))
+        for (;;)
+            pause();
+    if (!strcmp(what, "crash")) {
+        signal(SIGSEGV, SIG_DFL);
+        raise(SIGSEGV);
+    }
+    return atoi(what);
+}
+
+/* What the scenario wants this call to return before it looks at any reading. */
+static int begin(const char *call, device_t device) {
+    char name[128], key[160], what[32];
+    if (device) {
+        snprintf(name, sizeof name, "!%s", call);
+        if (device_text(device, name, what, sizeof what) || device_text(device, "!*", what, sizeof what))
+            return misbehave(what);
+    }
+    snprintf(key, sizeof key, "!%s", call);
+    if (lookup(key, what, sizeof what))
+        return misbehave(what);
+    return initialized ? OK : UNINITIALIZED;
+}
+
+static int number(device_t device, const char *name, unsigned long long *out) {
+    char text[64];
+    if (!device_text(device, name, text, sizeof text))
+        return NOT_SUPPORTED;
+    *out = strtoull(text, NULL, 0);
+    return OK;
+}
+
+static int reading32(const char *call, device_t device, const char *name, unsigned *out) {
+    unsigned long long value = 0;
+    int code = begin(call, device);
+    if (code == OK && (code = number(device, name, &value)) == OK)
+        *out = (unsigned)value;
+    return code;
+}
+
+static int reading64(const char *call, device_t device, const char *name, unsigned long long *out) {
+    int code = begin(call, device);
+    return code == OK ? number(device, name, out) : code;
+}
+
+static int text(const char *call, device_t device, const char *name, char *out, unsigned length) {
+    int code = begin(call, device);
+    if (code == OK && !device_text(device, name, out, length))
+        return NOT_SUPPORTED;
+    return code;
+}
+
+static void note(const char *what) {
+    const char *path = getenv("FAKE_NVML_LOG");
+    FILE *file = path ? fopen(path, "a") : NULL;
+    if (file) {
+        fprintf(file, "%s\n", what);
+        fclose(file);
+    }
+}
+
+int nvmlInitWithFlags(unsigned flags) {
+    char what[32];
+    (void)flags;
+    if (!load())
+        return NO_DRIVER;
+    if (lookup("!nvmlInitWithFlags", what, sizeof what))
+        return misbehave(what);
+    for (int gpu = 0; gpu < GPUS; gpu++) {
+        cards[gpu] = (struct device){gpu, CARD};
+        for (int slice = 0; slice < SLICES; slice++)
+            slices[gpu][slice] = (struct device){gpu, slice};
+    }
+    initialized = 1;
+    note("init");
+    return OK;
+}
+
+int nvmlShutdown(void) {
+    initialized = 0;
+    note("shutdown");
+    return OK;
+}
+
+const char *nvmlErrorString(int code) {
+    static char text[32];
+    snprintf(text, sizeof text, "fake error %d", code);
+    return text;
+}
+
+int nvmlSystemGetDriverVersion(char *out, unsigned length) {
+    int code = begin("nvmlSystemGetDriverVersion", NULL);
+    if (code == OK && !lookup("driver", out, length))
+        return NOT_SUPPORTED;
+    return code;
+}
+
+int nvmlDeviceGetCount_v2(unsigned *count) {
+    char ignored[128];
+    int code = begin("nvmlDeviceGetCount_v2", NULL);
+    if (code != OK)
+        return code;
+    *count = 0;
+    for (int gpu = 0; gpu < GPUS; gpu++) {
+        struct device card = {gpu, CARD};
+        if (device_text(&card, "uuid", ignored, sizeof ignored))
+            *count = gpu + 1;
+    }
+    return OK;
+}
+
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, device_t *device) {
+    if (index >= GPUS)
+        return INVALID;
+    *device = &cards[index];
+    return begin("nvmlDeviceGetHandleByIndex_v2", *device);
+}
+
+int nvmlDeviceGetUUID(device_t device, char *out, unsigned length) {
+    return text("nvmlDeviceGetUUID", device, "uuid", out, length);
+}
+
+int nvmlDeviceGetName(device_t device, char *out, unsigned length) {
+    char raw[32];
+    if (device_text(device, "name_byte", raw, sizeof raw)) { /* a name that is no UTF-8 */
+        out[0] = (char)strtol(raw, NULL, 0);
+        out[1] = 0;
+        return OK;
+    }
+    return text("nvmlDeviceGetName", device, "name", out, length);
+}
+
+struct pci_info {
+    char legacy[16];
+    unsigned domain, bus, device, id, subsystem;
+    char bus_id[32];
+};
+
+int nvmlDeviceGetPciInfo_v3(device_t device, struct pci_info *info) {
+    memset(info, 0, sizeof *info);
+    return text("nvmlDeviceGetPciInfo_v3", device, "pci", info->bus_id, sizeof info->bus_id);
+}
+
+struct utilization {
+    unsigned gpu, memory;
+};
+
+int nvmlDeviceGetUtilizationRates(device_t device, struct utilization *out) {
+    unsigned long long memory = 0;
+    number(device, "utilization_memory", &memory);
+    out->memory = (unsigned)memory;
+    return reading32("nvmlDeviceGetUtilizationRates", device, "utilization", &out->gpu);
+}
+
+struct memory_v1 {
+    unsigned long long total, free, used;
+};
+
+struct memory_v2 {
+    unsigned version;
+    unsigned long long total, reserved, free, used;
+};
+
+int nvmlDeviceGetMemoryInfo(device_t device, struct memory_v1 *out) {
+    unsigned long long used = 0, reserved = 0;
+    int code = reading64("nvmlDeviceGetMemoryInfo", device, "memory_total", &out->total);
+    number(device, "memory_used", &used);
+    number(device, "memory_reserved", &reserved);
+    out->used = used + reserved;
+    out->free = out->total - out->used;
+    return code;
+}
+
+int nvmlDeviceGetMemoryInfo_v2(device_t device, struct memory_v2 *out) {
+    int code = reading64("nvmlDeviceGetMemoryInfo_v2", device, "memory_total", &out->total);
+    if (code == OK)
+        code = number(device, "memory_used", &out->used);
+    if (code == OK)
+        code = number(device, "memory_reserved", &out->reserved);
+    out->free = out->total - out->used - out->reserved;
+    return code;
+}
+
+int nvmlDeviceGetPowerUsage(device_t device, unsigned *out) {
+    return reading32("nvmlDeviceGetPowerUsage", device, "power", out);
+}
+
+int nvmlDeviceGetEnforcedPowerLimit(device_t device, unsigned *out) {
+    return reading32("nvmlDeviceGetEnforcedPowerLimit", device, "power_limit", out);
+}
+
+int nvmlDeviceGetPowerManagementLimitConstraints(device_t device, unsigned *low, unsigned *high) {
+    *low = 0;
+    return reading32("nvmlDeviceGetPowerManagementLimitConstraints", device, "power_limit_max", high);
+}
+
+int nvmlDeviceGetTotalEnergyConsumption(device_t device, unsigned long long *out) {
+    return reading64("nvmlDeviceGetTotalEnergyConsumption", device, "energy", out);
+}
+
+int nvmlDeviceGetTemperature(device_t device, unsigned sensor, unsigned *out) {
+    return sensor ? INVALID : reading32("nvmlDeviceGetTemperature", device, "temperature", out);
+}
+
+int nvmlDeviceGetFanSpeed(device_t device, unsigned *out) {
+    return reading32("nvmlDeviceGetFanSpeed", device, "fan", out);
+}
+
+int nvmlDeviceGetClockInfo(device_t device, unsigned type, unsigned *out) {
+    static const char *names[] = {"clock_graphics", "clock_sm", "clock_memory", "clock_video"};
+    return type > 3 ? INVALID : reading32("nvmlDeviceGetClockInfo", device, names[type], out);
+}
+
+int nvmlDeviceGetPerformanceState(device_t device, unsigned *out) {
+    return reading32("nvmlDeviceGetPerformanceState", device, "pstate", out);
+}
+
+int nvmlDeviceGetCurrentClocksEventReasons(device_t device, unsigned long long *out) {
+    return reading64("nvmlDeviceGetCurrentClocksEventReasons", device, "throttle", out);
+}
+
+int nvmlDeviceGetCurrentClocksThrottleReasons(device_t device, unsigned long long *out) {
+    return reading64("nvmlDeviceGetCurrentClocksThrottleReasons", device, "throttle", out);
+}
+
+struct field_value {
+    unsigned id, scope;
+    long long timestamp, latency;
+    unsigned type, code;
+    union {
+        double as_double;
+        unsigned as_unsigned;
+        unsigned long long as_wide;
+    } value;
+};
+
+int nvmlDeviceGetFieldValues(device_t device, int count, struct field_value *values) {
+    int code = begin("nvmlDeviceGetFieldValues", device);
+    for (int i = 0; code == OK && i < count; i++) {
+        unsigned long long value = 0;
+        char name[32];
+        snprintf(name, sizeof name, "field%u", values[i].id);
+        values[i].type = 1;
+        values[i].code = (unsigned)number(device, name, &value);
+        values[i].value.as_unsigned = (unsigned)value;
+    }
+    return code;
+}
+
+int nvmlDeviceGetMigMode(device_t device, unsigned *current, unsigned *pending) {
+    int code = reading32("nvmlDeviceGetMigMode", device, "mig", current);
+    *pending = *current;
+    return code;
+}
+
+int nvmlDeviceGetMaxMigDeviceCount(device_t device, unsigned *count) {
+    *count = SLICES;
+    return begin("nvmlDeviceGetMaxMigDeviceCount", device);
+}
+
+int nvmlDeviceGetMigDeviceHandleByIndex(device_t device, unsigned index, device_t *out) {
+    char ignored[128];
+    int code = begin("nvmlDeviceGetMigDeviceHandleByIndex", device);
+    if (code != OK)
+        return code;
+    if (index >= SLICES || !device_text(&slices[device->gpu][index], "uuid", ignored, sizeof ignored))
+        return NOT_FOUND;
+    *out = &slices[device->gpu][index];
+    return OK;
+}
