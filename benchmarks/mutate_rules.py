@@ -1,0 +1,197 @@
+"""Breaks each Prometheus rule in small ways and looks whether its promtool cases notice.
+
+    python benchmarks/mutate_rules.py [RULE ...]
+
+Prints the mutants that no case noticed. Exits with 1 when one of them is not in EQUIVALENT, which names the
+mutants that behave like the rule itself, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+PROMETHEUS = Path(__file__).resolve().parents[1] / "prometheus"
+
+# (rule, mutation) -> why no case can tell it from the rule.
+_FILTERED = "the comparison before `and`/`unless on (run_id)` has the same effect on each series"
+_ONE_SERIES = "the recorded series is already one per run (and reason)"
+_SAME_TIME = "the other side sees that state at the same time, and only a later sight counts"
+_ALL_ONES = "all that is left after `== 1` is 1, and the alerts aggregate again"
+_JOINED = "`and on (job, instance)` restricts the job, too"
+_LIVE = '(state=~"preparing|training|validating|packaging")'
+EQUIVALENT: dict[tuple[str, str], str] = {
+    ("run_state:tunewatch_run_state:last_seen", "max 1 to min"): _ALL_ONES,
+    ("run_state:tunewatch_run_state:last_seen", "max 1 dropped"): _ALL_ONES,
+    ("run_state_reason:tunewatch_run_end_info:last_seen", "max 1 to min"): _ALL_ONES,
+    ("run_state_reason:tunewatch_run_end_info:last_seen", "max 1 dropped"): _ALL_ONES,
+    ("TunewatchRunNonFinite", "max 2 dropped"): _FILTERED,
+    ("TunewatchRunStalled", "max 2 dropped"): _FILTERED,
+    ("TunewatchResumeLost", "max 2 dropped"): _FILTERED,
+    ("TunewatchNonFiniteIsolated", "max 2 dropped"): _FILTERED,
+    ("TunewatchNonFiniteIsolated", "max 3 dropped"): _FILTERED,
+    ("TunewatchRunFailed", 'drop matcher 1 (state="failed")'): _SAME_TIME,
+    ("TunewatchRunFailed", "max 1 to min"): _ONE_SERIES,
+    ("TunewatchRunPreempted", 'drop matcher 1 (state="failed")'): _SAME_TIME,
+    ("TunewatchRunPreempted", "max 1 to min"): _ONE_SERIES,
+    ("TunewatchRunPreempted", "max 1 dropped"): _ONE_SERIES,
+    ("TunewatchRunFinished", 'drop matcher 1 (state="completed")'): _SAME_TIME,
+    ("TunewatchRunFinished", 'drop matcher 3 (state="completed")'): "it stands for 0 only",
+    ("TunewatchRunFinished", "max 1 to min"): _ONE_SERIES,
+    ("TunewatchRunFinished", "max 1 dropped"): _ONE_SERIES,
+    ("TunewatchRunVanished", f"drop matcher 1 {_LIVE}"): _SAME_TIME,
+    ("TunewatchRunVanished", f"drop matcher 3 {_LIVE}"): "it stands for 0 only",
+    ("TunewatchRunVanished", 'drop matcher 4 (job="tunewatch-serve")'): _JOINED,
+    ("TunewatchRunVanished", 'drop matcher 6 (job="tunewatch-serve")'): _JOINED,
+    ("TunewatchRunVanished", "max 3 dropped"): _FILTERED,
+}
+
+_COMPARISON = re.compile(r"(?<![=!~<>{,])\s(==|!=|>=|<=|>|<)\s")
+_FLIPPED = {"==": "!=", "!=": "==", ">": "<=", "<": ">=", ">=": "<", "<=": ">"}
+_MATCHER = re.compile(r'(?P<label>\w+)(?P<operator>=~|!~|!=|=)"(?P<value>[^"]*)"(?P<separator>,\s*)?')
+_NEGATED = {"=": "!=", "!=": "=", "=~": "!~", "!~": "=~"}
+_SET_OPERATOR = re.compile(r"^(?P<indent> *)(?P<operator>and|unless|or)\b.*$", re.MULTILINE)
+_RANGE = re.compile(r"\[(\d+)([smh])\]")
+_AGGREGATION = re.compile(r"\bmax (by \([^)]*\))")
+_OVER_TIME = re.compile(r"last_over_time(\((?:[^\[\]])*?)\[\w+\]")
+_NUMBER = re.compile(r"(?<=[<>] )[1-9]\d*\b")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One rule with one change; `position` is the rule's file, group and place."""
+
+    name: str
+    mutation: str
+    position: tuple[str, int, int]
+    rule: dict[str, Any]
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.mutation}"
+
+
+def mutate_expression(expression: str) -> Iterator[tuple[str, str]]:
+    """What was changed, and the changed expression. The n-th match of a kind is numbered from 1."""
+
+    def replaced(match: re.Match[str], text: str, group: int | str = 0) -> str:
+        return expression[: match.start(group)] + text + expression[match.end(group) :]
+
+    for number, match in enumerate(_COMPARISON.finditer(expression), 1):
+        yield f"flip comparison {number} ({match[1]})", replaced(match, _FLIPPED[match[1]], 1)
+    for number, match in enumerate(_MATCHER.finditer(expression), 1):
+        yield f"drop matcher {number} ({match[0].rstrip(', ')})", replaced(match, "")
+        yield (
+            f"negate matcher {number} ({match[0].rstrip(', ')})",
+            replaced(match, _NEGATED[match["operator"]], "operator"),
+        )
+        for value in match["value"].split("|") if "|" in match["value"] else ():
+            rest = "|".join(other for other in match["value"].split("|") if other != value)
+            yield f"drop {value} of matcher {number}", replaced(match, rest, "value")
+    for number, match in enumerate(_SET_OPERATOR.finditer(expression), 1):
+        end = match.end() + 1
+        for line in expression[end:].splitlines(keepends=True):
+            if len(line) - len(line.lstrip()) <= len(match["indent"]):
+                break
+            end += len(line)
+        yield f"drop branch {number} ({match['operator']})", expression[: match.start()] + expression[end:]
+    for number, match in enumerate(_RANGE.finditer(expression), 1):
+        # Just long enough for one sample every 15 s, so that failed scrapes show.
+        yield f"range {number} shorter ({match[0]})", replaced(match, f"[{int(match[1]) * 15}s]")
+    # Where two sides are compared the shorter range decides: longer ones differ only all together.
+    for text in sorted(set(_RANGE.findall(expression))):
+        longer = f"[{int(text[0]) * 4}{text[1]}]"
+        yield f"ranges longer ([{text[0]}{text[1]}])", expression.replace(f"[{text[0]}{text[1]}]", longer)
+    for number, match in enumerate(_AGGREGATION.finditer(expression), 1):
+        yield f"max {number} to min", replaced(match, f"min {match[1]}")
+        yield f"max {number} dropped", replaced(match, "")
+    for number, match in enumerate(_OVER_TIME.finditer(expression), 1):
+        yield f"last_over_time {number} dropped", replaced(match, match[1])
+    for number, match in enumerate(_NUMBER.finditer(expression), 1):
+        yield f"number {number} doubled ({match[0]})", replaced(match, str(int(match[0]) * 2))
+        yield f"number {number} halved ({match[0]})", replaced(match, str(int(match[0]) / 2))
+
+
+def mutants(rules: dict[str, Any]) -> Iterator[Mutant]:
+    """All mutants of the rule files, given parsed by file name."""
+    for file, document in rules.items():
+        for group_number, group in enumerate(document["groups"]):
+            for rule_number, rule in enumerate(group["rules"]):
+                name = rule.get("alert") or rule["record"]
+                position = (file, group_number, rule_number)
+                if "for" in rule:
+                    without = {key: value for key, value in rule.items() if key != "for"}
+                    yield Mutant(name, "drop for", position, without)
+                    yield Mutant(name, "for 15s longer", position, {**rule, "for": _longer(rule["for"])})
+                for mutation, expression in mutate_expression(rule["expr"]):
+                    yield Mutant(name, mutation, position, {**rule, "expr": expression})
+
+
+def _longer(duration: str) -> str:
+    return f"{duration}15s"  # whole minutes in the shipped files: 2m15s
+
+
+def is_noticed(mutant: Mutant, rules: dict[str, Any], promtool: str) -> bool:
+    """Whether a promtool case that concerns the rule fails (a rule that does not load fails, too)."""
+    file, group_number, rule_number = mutant.position
+    group = rules[file]["groups"][group_number]
+    changed_rules = [mutant.rule if n == rule_number else rule for n, rule in enumerate(group["rules"])]
+    changed_groups = [
+        {**other, "rules": changed_rules} if n == group_number else other
+        for n, other in enumerate(rules[file]["groups"])
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        shutil.copytree(PROMETHEUS / "rules", work / "rules")
+        shutil.copytree(PROMETHEUS / "tests", work / "tests")
+        (work / "rules" / file).write_text(yaml.safe_dump({"groups": changed_groups}), encoding="utf-8")
+        for path in _tests_of(mutant.name, file, work / "tests"):
+            run = subprocess.run([promtool, "test", "rules", str(path)], capture_output=True, check=False)
+            if run.returncode != 0:
+                return True
+    return False
+
+
+def _tests_of(name: str, file: str, folder: Path) -> list[Path]:
+    """The test files that load the rule file and name the rule; for what alerts are built on, all of them."""
+    loading = [path for path in sorted(folder.glob("*.yml")) if file in path.read_text(encoding="utf-8")]
+    naming = [path for path in loading if name in path.read_text(encoding="utf-8")]
+    return naming or loading
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("rule", nargs="*", help="only these alerts or recording rules")
+    chosen = parser.parse_args().rule
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        parser.error("promtool is not on PATH")
+    rules = {
+        path.name: yaml.safe_load(path.read_text(encoding="utf-8"))
+        for path in sorted((PROMETHEUS / "rules").glob("*.yml"))
+    }
+    todo = [mutant for mutant in mutants(rules) if not chosen or mutant.name in chosen]
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        noticed = list(pool.map(lambda mutant: is_noticed(mutant, rules, promtool), todo))
+    survivors = [mutant for mutant, was_noticed in zip(todo, noticed, strict=True) if not was_noticed]
+    unexplained = [mutant for mutant in survivors if (mutant.name, mutant.mutation) not in EQUIVALENT]
+    for mutant in survivors:
+        print(f"  {mutant}  [{EQUIVALENT.get((mutant.name, mutant.mutation), 'NOT NOTICED')}]")
+    print(f"{len(todo)} mutants, {len(survivors)} survived, {len(unexplained)} of them unexplained")
+    return 1 if unexplained else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
