@@ -14,7 +14,7 @@ from tunewatch.durations import DurationError, parse_duration
 from tunewatch.health import Patience
 from tunewatch.run import child_environment, report_end, report_start, say, supervise
 from tunewatch.runfolder import RunFolder, RunFolderError, create_run, list_runs, open_run
-from tunewatch.supervisor.endpoint import PortTaken
+from tunewatch.supervisor.endpoint import ListenError
 from tunewatch.supervisor.process import Adopted
 from tunewatch.supervisor.watch import AlreadyWatched, Options, Supervisor
 
@@ -178,12 +178,16 @@ def stack(
         int | None, typer.Option(help="Default: 9093, or the next free one.")
     ] = None,
     receiver_url: Annotated[str | None, typer.Option(help="Webhook for alerts; default: shown here.")] = None,
+    grafana_url: Annotated[
+        str | None, typer.Option(help="A Grafana of yours, for the links in alerts.")
+    ] = None,
+    retention: Annotated[str, typer.Option(help="How long Prometheus keeps samples.")] = "30d",
 ) -> None:
     """Run Prometheus and Alertmanager for the runs of this machine, until Ctrl-C."""
     from rich.console import Console
 
     from tunewatch.runfolder import tunewatch_home
-    from tunewatch.stack import run_stack
+    from tunewatch.stack import gpu_driver_is_here, run_stack
 
     raise typer.Exit(
         run_stack(
@@ -192,6 +196,9 @@ def stack(
             prometheus_port=prometheus_port,
             alertmanager_port=alertmanager_port,
             receiver_url=receiver_url,
+            grafana_url=grafana_url,
+            retention=retention,
+            sidecar="auto" if gpu_driver_is_here() else None,
             console=Console(),
         )
     )
@@ -244,7 +251,7 @@ def main() -> None:
     """Entry point: every expected error is one line on stderr and exit code 2."""
     try:
         app()
-    except (UsageError, RunFolderError, PortTaken, AlreadyWatched) as error:
+    except (UsageError, RunFolderError, ListenError, AlreadyWatched) as error:
         _fail(error)
     except Exception as error:
         if getattr(error, "tunewatch_reason", None) is None:
@@ -281,8 +288,18 @@ def parse_patience(items: list[str]) -> Patience:
             raise UsageError(
                 f"--patience {item!r}: expected PHASE=DURATION with one of {', '.join(Patience.names())}"
             )
-        values[phase] = float(text) if phase == "step_factor" else parse_duration(text)
+        values[phase] = _factor(text) if phase == "step_factor" else parse_duration(text)
     return Patience(**values)
+
+
+def _factor(text: str) -> float:
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = 0.0
+    if not 0 < factor < float("inf"):
+        raise UsageError(f"--patience step_factor={text}: expected a number above 0")
+    return factor
 
 
 _SECRET = ("token", "key", "secret", "password", "passwd")

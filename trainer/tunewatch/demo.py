@@ -20,7 +20,8 @@ from tunewatch.inbox import Alert, Notification, format_notification
 from tunewatch.lifeline import die_with_parent
 from tunewatch.runfolder import new_run_id, tunewatch_home
 from tunewatch.share import share_path
-from tunewatch.stack import Stack
+from tunewatch.stack import Stack, gpu_driver_is_here
+from tunewatch_gpu.simulated import simulated_uuid
 
 TIME_SCALE = 15.0
 """Intervals of the shipped files are divided by this: a scrape a second, alerts within seconds."""
@@ -39,13 +40,13 @@ class Fault:
 
 
 FAULTS = {
-    "nan": Fault(40, "one weight becomes NaN in step 40", "TunewatchRunNonFinite"),
-    "stall": Fault(40, "step 40 never ends", "TunewatchRunStalled"),
+    "nan": Fault(20, "one weight becomes NaN in step 20", "TunewatchRunNonFinite"),
+    "stall": Fault(20, "step 20 never ends", "TunewatchRunStalled"),
     "kill": Fault(
-        40, "the training is killed with SIGKILL in step 40", "TunewatchRunFailed", "killed_signal_9"
+        20, "the training is killed with SIGKILL in step 20", "TunewatchRunFailed", "killed_signal_9"
     ),
     "oom": Fault(
-        40, "an allocation in step 40 asks for more memory than there is", "TunewatchRunFailed", "oom_host"
+        20, "an allocation in step 20 asks for more memory than there is", "TunewatchRunFailed", "oom_host"
     ),
     "disk_full": Fault(
         30, "the disk is full when a checkpoint is written", "TunewatchRunFailed", "disk_full"
@@ -92,13 +93,19 @@ class _Demo:
         self.home = tunewatch_home() / "demo"
         self.run_id = new_run_id()
         self.output_dir = self.home / "outputs" / self.run_id
+        self.has_gpu = gpu_driver_is_here()
         self.alerts: list[Alert] = []
 
     def run(self) -> int:
         self.say(f"Demo: a real fine-tune of a tiny model; {self.fault.story}.")
-        with Stack(
-            self.home, time_scale=TIME_SCALE, on_notification=self._received, report=self.say
-        ) as stack:
+        stack = Stack(
+            self.home,
+            time_scale=TIME_SCALE,
+            sidecar="auto" if self.has_gpu else "simulated",
+            on_notification=self._received,
+            report=self.say,
+        )
+        with stack:
             self.say(f"Prometheus    {stack.prometheus_url}\nAlertmanager  {stack.alertmanager_url}\n")
             with self._training() as training:
                 right = self._wait_for_alert(stack, training)
@@ -122,6 +129,8 @@ class _Demo:
     def _training(self) -> _Training:
         environment = {**os.environ, "TUNEWATCH_HOME": str(self.home), "OMP_NUM_THREADS": "2"}
         environment.pop("TUNEWATCH_FAULT", None)
+        if not self.has_gpu:
+            environment["TUNEWATCH_SIMULATED_GPU"] = simulated_uuid(0)
         if self.fault_name:
             environment["TUNEWATCH_FAULT"] = f"{self.fault_name}@{self.fault.step}"
         config = self._write_config()

@@ -15,6 +15,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -39,6 +40,8 @@ from tunewatch.share import share_path
 PROMETHEUS_PORT = 9090
 ALERTMANAGER_PORT = 9093
 GRAFANA_PORT = 3000
+SIDECAR_PORT = 9460
+SIDECAR_SECONDS = 5.0
 
 TargetKind = Literal["gpu", "serve"]
 _TARGET_KINDS: tuple[TargetKind, ...] = ("gpu", "serve")
@@ -147,7 +150,8 @@ class Stack:
     `time_scale` N divides every interval and waiting time of the shipped rules by N. Ports default to 9090
     and 9093 or the next free ones; one that is named must be free. Notifications go to `inbox`, else to
     `receiver_url` (Alertmanager's webhooks are posted to /alerts and /watchdog below it), else to an inbox of
-    the stack's own, which passes each on to `on_notification`. `retention` is how long Prometheus keeps
+    the stack's own, which passes each on to `on_notification`. `sidecar` starts the GPU sidecar with that backend.
+    `retention` is how long Prometheus keeps
     samples, in its own spelling ("30d"). `report` is told what takes long. `notes` says what was left out.
     Raises ValueError for a wrong address or time scale.
 
@@ -166,6 +170,7 @@ class Stack:
         grafana_url: str | None = None,
         runbook_url: str | None = None,
         retention: str = "30d",
+        sidecar: Literal["auto", "simulated"] | None = None,
         start_timeout: float = _START_TIMEOUT,
         on_notification: Callable[[Notification], None] = lambda _notification: None,
         report: Callable[[str], None] = lambda _line: None,
@@ -187,6 +192,8 @@ class Stack:
         self._grafana_url = grafana_url
         self._runbook_url = runbook_url
         self._retention = retention
+        self._sidecar_backend = sidecar
+        self._sidecar_target: Path | None = None
         self._start_timeout = start_timeout
         self._on_notification = on_notification
         self._report = report
@@ -227,6 +234,9 @@ class Stack:
         """Ends every process of the stack and waits for it: SIGTERM, then SIGKILL after 10 s. Idempotent."""
         _end([service.process for service in self._services.values()])
         self._services.clear()
+        if self._sidecar_target is not None:
+            self._sidecar_target.unlink(missing_ok=True)
+            self._sidecar_target = None
         if self._own_inbox and self.inbox is not None:
             self.inbox.close()
             self.inbox = None
@@ -296,7 +306,9 @@ class Stack:
         links_to = self._grafana_url or (f"http://127.0.0.1:{grafana_port}" if grafana else GRAFANA_URL)
         prometheus = self._prometheus(programs["prometheus"], alertmanager.url, links_to)
         if grafana:
-            self._grafana(grafana, grafana_port, prometheus.url)
+            self._grafana(grafana, grafana_port, prometheus.url, alertmanager.url)
+        if self._sidecar_backend:
+            self._sidecar(self._sidecar_backend)
 
         own = self._services.get("grafana")
         self._info = StackInfo(
@@ -376,10 +388,10 @@ class Stack:
             return None
         return program
 
-    def _grafana(self, program: Path, port: int, prometheus_url: str) -> None:
+    def _grafana(self, program: Path, port: int, prometheus_url: str, alertmanager_url: str) -> None:
         """Starts Grafana with the shipped dashboards. The alerts do not need it: if it fails, a note says so.
 
-        The provisioning files refer to the two TUNEWATCH_ variables: Grafana expands them in its YAML.
+        The provisioning files refer to the TUNEWATCH_ variables: Grafana expands them in its YAML.
         """
         data = self.folder / "grafana"
         settings = {
@@ -393,6 +405,7 @@ class Stack:
             "GF_ANALYTICS_CHECK_FOR_UPDATES": "false",
             "GF_ANALYTICS_CHECK_FOR_PLUGIN_UPDATES": "false",
             "TUNEWATCH_PROMETHEUS_URL": prometheus_url,
+            "TUNEWATCH_ALERTMANAGER_URL": alertmanager_url,
             "TUNEWATCH_DASHBOARDS": str(share_path("grafana").joinpath("dashboards")),
         }
         command = [str(program), *(["server"] if program.name == "grafana" else [])]
@@ -406,12 +419,30 @@ class Stack:
             _end([self._services.pop("grafana").process])
             self.notes.append(f"Grafana is not running: {error}")
 
-    def _launch(self, name: str, default_port: int, command: Callable[[int], Sequence[str]]) -> _Service:
-        named = self._named_ports[name]
+    def _sidecar(self, backend: str) -> None:
+        interval = max(1.0, SIDECAR_SECONDS / self._time_scale)
+
+        def command(port: int) -> list[str]:
+            return [
+                sys.executable, "-m", "tunewatch_gpu", f"--web.listen-address=127.0.0.1:{port}",
+                f"--backend={backend}", f"--interval={interval}",
+            ]  # fmt: skip
+
+        service = self._launch("tunewatch-gpu", SIDECAR_PORT, command, "/healthz")
+        self._sidecar_target = self.add_static_target("gpu", urllib.parse.urlsplit(service.url).netloc)
+
+    def _launch(
+        self,
+        name: str,
+        default_port: int,
+        command: Callable[[int], Sequence[str]],
+        ready_path: str = "/-/ready",
+    ) -> _Service:
+        named = self._named_ports.get(name)
         port = _first_free(default_port) if named is None else named
         while True:
             try:
-                return self._run(name, f"http://127.0.0.1:{port}", command(port), "/-/ready")
+                return self._run(name, f"http://127.0.0.1:{port}", command(port), ready_path)
             except _PortTaken:
                 if named is not None:
                     raise
@@ -466,8 +497,20 @@ class Stack:
             return
         words = service.last_words()
         ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        kind = _PortTaken if "address already in use" in words else StackError
+        kind = _PortTaken if "address already in use" in words.lower() else StackError
         raise kind(f"{service.name} {ended}; the end of {service.log}:\n{words}")
+
+
+def gpu_driver_is_here() -> bool:
+    """Whether NVIDIA's management library answers on this machine."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return False
+    pynvml.nvmlShutdown()
+    return True
 
 
 def run_stack(
@@ -480,6 +523,7 @@ def run_stack(
     receiver_url: str | None = None,
     grafana_url: str | None = None,
     retention: str = "30d",
+    sidecar: Literal["auto", "simulated"] | None = None,
 ) -> int:
     """`tunewatch stack`: runs the stack until SIGINT, SIGTERM or SIGHUP and prints what it notifies.
 
@@ -509,6 +553,7 @@ def run_stack(
         receiver_url=receiver_url,
         grafana_url=grafana_url,
         retention=retention,
+        sidecar=sidecar,
         on_notification=show,
         report=say,
     )
