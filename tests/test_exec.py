@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -402,3 +403,45 @@ def test_an_unscraped_completed_run_leaves_at_once(machine):
     began = time.monotonic()
     assert machine.run("exec", "--", "true")[0] == 0
     assert time.monotonic() - began < 30  # far below the minute that an unscraped failure waits
+
+
+@pytest.fixture
+def small_memory(machine):
+    """A memory cgroup of 200 MB (v1 or v2); returns the file that takes a pid."""
+    roots = {"v1": Path("/sys/fs/cgroup/memory"), "v2": Path("/sys/fs/cgroup")}
+    kind = "v1" if (roots["v1"] / "memory.limit_in_bytes").exists() else "v2"
+    group = roots[kind] / f"tunewatch-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / ("memory.limit_in_bytes" if kind == "v1" else "memory.max")).write_text(str(200_000_000))
+    except OSError as error:
+        pytest.skip(f"no memory cgroup can be made here: {error}")
+    yield group / "cgroup.procs"
+    machine.close()
+    wait_for(lambda: not (group / "cgroup.procs").read_text().strip(), what="the cgroup to be empty")
+    group.rmdir()
+
+
+def test_a_kill_by_the_kernel_for_memory_is_oom_host(machine, small_memory):
+    """The kernel's own out-of-memory killer, in a group of our own; the exit code alone would say SIGKILL."""
+    eat = "data = [bytearray(10_000_000) for _ in range(100)]"
+    shell = f"echo $$ > {small_memory} && exec {sys.executable} -m tunewatch exec --no-linger -- {sys.executable} -c '{eat}'"
+    done = subprocess.run(
+        ["sh", "-c", shell], env=machine.environment, cwd=machine.folder, check=False, timeout=120
+    )
+    assert done.returncode == 137
+    assert ending(machine)[:2] == ("failed", "oom_host")
+
+
+def test_a_home_on_a_read_only_disk(machine):
+    if os.geteuid() != 0:
+        pytest.skip("mounting a read-only disk needs root")
+    disk = machine.folder / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro,size=100k", "tmpfs", disk], check=True)
+    try:
+        code, output = machine.run("exec", "--", "true", TUNEWATCH_HOME=str(disk / "home"))
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    assert code == 2
+    assert f"TUNEWATCH_HOME {disk / 'home'} can not be written: Read-only file system" in output
