@@ -425,7 +425,8 @@ def small_memory(machine):
 def test_a_kill_by_the_kernel_for_memory_is_oom_host(machine, small_memory):
     """The kernel's own out-of-memory killer, in a group of our own; the exit code alone would say SIGKILL."""
     eat = "data = [bytearray(10_000_000) for _ in range(100)]"
-    shell = f"echo $$ > {small_memory} && exec {sys.executable} -m tunewatch exec --no-linger -- {sys.executable} -c '{eat}'"
+    watch = f"{sys.executable} -m tunewatch exec --no-linger -- {sys.executable} -c '{eat}'"
+    shell = f"echo $$ > {small_memory} && exec {watch}"
     done = subprocess.run(
         ["sh", "-c", shell], env=machine.environment, cwd=machine.folder, check=False, timeout=120
     )
