@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
-_UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_PART = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|min|s|m|h|d|)")
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+_PART = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|min|s|m|h|d)")
 
 
 class DurationError(ValueError):
@@ -18,6 +19,8 @@ def parse_duration(value: str | float) -> float:
         seconds = float(value)
     else:
         text = str(value).strip().lower()
+        if _NUMBER.fullmatch(text):
+            text += "s"
         if not re.fullmatch(rf"(?:{_PART.pattern}\s*)+", text):
             raise DurationError(f"{value!r} is no duration: write seconds (300) or 90s, 5m, 1h30m, 2d")
         seconds = sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(text))

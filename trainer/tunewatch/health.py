@@ -22,6 +22,9 @@ SIGNALS: dict[str, str] = {
 }
 """Every signal there is, with its level."""
 
+MAX_BROKEN_EVALS = 32
+"""Evaluation sets that are remembered as broken."""
+
 CLEAN_STEPS = 10
 """Steps without a fault after which a signal about single steps is taken back."""
 
@@ -91,7 +94,9 @@ class Health:
         self._precision = "fp32"
         self._sees_each_step = False
         self._streak = 0
+        self._streak_start: int | None = None
         self._last_bad_step = -1
+        self._broken_evals: set[str] = set()
         self._known = False
 
     @property
@@ -110,6 +115,11 @@ class Health:
     def is_active(self, signal: str) -> bool:
         return signal in self._active
 
+    @property
+    def nonfinite_since(self) -> int | None:
+        """First step of a streak of damaged steps that goes on; None when the last step was sound."""
+        return self._streak_start if self._streak and "nonfinite" in self._active else None
+
     # -- on events ----------------------------------------------------------------------------------------
 
     def event(self, event: Mapping[str, Any]) -> None:
@@ -122,7 +132,9 @@ class Health:
         self._known = True
         self._precision = event.get("effective", {}).get("precision", "fp32")
         self._sees_each_step = event.get("nan_visibility") == "each step"
-        self._streak, self._last_bad_step = 0, -1
+        self._end_streak()
+        self._last_bad_step = -1
+        self._broken_evals.clear()
         for signal in ("nonfinite", "nonfinite_isolated", "eval_nonfinite", "resume_lost"):
             self._active.pop(signal, None)
         restored = event.get("restored") or {}
@@ -137,32 +149,39 @@ class Health:
             )
 
     def _on_nonfinite(self, event: Mapping[str, Any]) -> None:
-        self._streak += 1
         self._bad_step(event.get("step"), loss=bool(event.get("loss")), norm=bool(event.get("grad_norm")))
 
     def _on_finite(self, event: Mapping[str, Any]) -> None:
-        self._streak = 0
+        self._end_streak()
 
     def _on_log(self, event: Mapping[str, Any]) -> None:
         self._known = True
         nonfinite, values, step = event.get("nonfinite") or {}, event.get("values") or {}, event.get("step")
-        broken = [key for key in nonfinite if key.startswith("eval_") and key.endswith("loss")]
-        if broken:
-            self._raise(
-                "eval_nonfinite", step, f"The evaluation loss at step {step} is {nonfinite[broken[0]]}.",
-                "Check the evaluation data for rows without labels; the best checkpoint can not be told.",
-            )  # fmt: skip
-        elif any(key.startswith("eval_") and key.endswith("loss") for key in values):
-            self._active.pop("eval_nonfinite", None)
+        self._evaluations(step, values, nonfinite)
         if self._sees_each_step:
             return
         loss, norm = "loss" in nonfinite, "grad_norm" in nonfinite
         if loss or norm:
-            self._streak += 1
             # The trainer's filter logs a dead loss as 0.
-            self._bad_step(step, loss=loss or values.get("loss") == 0.0, norm=norm)
+            self._bad_step(
+                step, loss=loss or values.get("loss") == 0.0, norm=norm, norm_is_sound="grad_norm" in values
+            )
         elif "loss" in values:
-            self._streak = 0
+            self._end_streak()
+
+    def _evaluations(self, step: int | None, values: Mapping[str, Any], nonfinite: Mapping[str, str]) -> None:
+        """Each evaluation set has a log of its own: a sound one does not heal another."""
+        for key in values:
+            self._broken_evals.discard(key)
+        for key, what in nonfinite.items():
+            if _is_eval_loss(key) and len(self._broken_evals) < MAX_BROKEN_EVALS:
+                self._broken_evals.add(key)
+                self._raise(
+                    "eval_nonfinite", step, f"The evaluation loss ({key}) at step {step} is {what}.",
+                    "Check the evaluation data for rows without labels; the best checkpoint can not be told.",
+                )  # fmt: skip
+        if not self._broken_evals:
+            self._active.pop("eval_nonfinite", None)
 
     def _on_evaluate(self, event: Mapping[str, Any]) -> None:
         self._remember("evaluate", event.get("seconds"))
@@ -174,26 +193,38 @@ class Health:
         if isinstance(seconds, (int, float)) and math.isfinite(seconds):
             self._longest[phase] = max(self._longest[phase], seconds)
 
-    def _bad_step(self, step: int | None, *, loss: bool, norm: bool) -> None:
+    def _end_streak(self) -> None:
+        self._streak, self._streak_start = 0, None
+
+    def _bad_step(
+        self, step: int | None, *, loss: bool, norm: bool, norm_is_sound: bool | None = None
+    ) -> None:
         """One step whose loss or gradient norm was not finite, and that the fp16 scaler did not skip.
 
         A non-finite gradient is in the weights at once. A non-finite loss whose gradients stayed finite (the user
         zeroes them, say) did no harm yet. Under fp16 a scaler that we can not see (DeepSpeed's) may have skipped
-        the step: there it takes three in a row.
+        the step: there it takes three in a row. Several ranks may report the same step.
         """
+        if not self._streak:
+            self._streak_start = step
+        if not self._streak or step != self._last_bad_step:
+            self._streak += 1
         self._last_bad_step = step if step is not None else self._last_bad_step
-        tolerant = self._precision == "fp16" or (loss and not norm and self._sees_each_step)
+        sound = self._sees_each_step if norm_is_sound is None else norm_is_sound
+        tolerant = self._precision == "fp16" or (loss and not norm and sound)
         what = "loss and gradient norm" if loss and norm else "loss" if loss else "gradient norm"
         if tolerant and self._streak < 3:
             self._raise(
-                "nonfinite_isolated", step, f"The {what} of step {step} is not finite; it did not reach the weights.",
+                "nonfinite_isolated", step,
+                f"The {what} of step {step} is not finite; nothing shows that it reached the weights.",
                 "Keep it running, and look at the data of that step if it comes again.",
             )  # fmt: skip
             return
         self._active.pop("nonfinite_isolated", None)
         if "nonfinite" not in self._active:
             self._raise(
-                "nonfinite", step, f"The {what} is NaN or infinite since step {step}: the weights are damaged.",
+                "nonfinite", self._streak_start,
+                f"The {what} is NaN or infinite since step {self._streak_start}: the weights are damaged.",
                 "Stop it. Resume from a checkpoint before that step with a lower learning rate or bf16.",
             )  # fmt: skip
 
@@ -233,14 +264,19 @@ class Health:
         return max(patience.step, patience.step_factor * moment.seconds_per_step)
 
     def silence(self) -> None:
-        """The run has ended or can not be heard: time proves nothing any more."""
+        """The run has ended: time proves nothing any more."""
         self.deadline = None
+        self._active.pop("stalled", None)
 
     def _raise(self, signal: str, step: int | None, message: str, advice: str) -> None:
         known = self._active.get(signal)
         self._active[signal] = Verdict(
             signal, SIGNALS[signal], known.step if known else step, message, advice
         )
+
+
+def _is_eval_loss(key: str) -> bool:
+    return key.startswith("eval_") and key.endswith("loss")
 
 
 _WAITING = {
@@ -278,10 +314,9 @@ def _stall_advice(moment: Moment) -> str:
 
 def human_duration(seconds: float) -> str:
     """Spell a duration with its two largest units: 42 s, 5 min 30 s, 3 h 5 min, 2 d 4 h."""
-    seconds = max(0.0, seconds)
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    total = round(seconds)
+    total = round(max(0.0, seconds))
+    if total < 60:
+        return f"{total} s"
     days, rest = divmod(total, 86400)
     hours, rest = divmod(rest, 3600)
     minutes, left = divmod(rest, 60)

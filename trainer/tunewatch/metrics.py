@@ -54,10 +54,14 @@ class MetricDefinition:
 
 
 def label_value(value: object) -> str:
-    """Make a label value of bounded length without control characters; a whole float loses its ".0"."""
+    """Make a label value of bounded length without control characters; a whole float loses its ".0".
+
+    What UTF-8 can not spell (a file name of another encoding) becomes "?".
+    """
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         value = int(value)
-    return re.sub(r"[\x00-\x1f\x7f]", "", str(value))[:MAX_LABEL]
+    text = str(value).encode("utf-8", "replace").decode()
+    return re.sub(r"[\x00-\x1f\x7f]", "", text)[:MAX_LABEL]
 
 
 def _one(get: Callable[[Snapshot], float | int | bool | None]) -> Callable[[Snapshot], Iterable[Sample]]:
@@ -70,7 +74,12 @@ def _one(get: Callable[[Snapshot], float | int | bool | None]) -> Callable[[Snap
 
 
 def _each(get: Callable[[Snapshot], Mapping[str, float | bool]]) -> Callable[[Snapshot], Iterable[Sample]]:
-    return lambda snapshot: [((label_value(key),), float(value)) for key, value in get(snapshot).items()]
+    def values(snapshot: Snapshot) -> Iterator[Sample]:
+        # Two keys may become the same label value, and a series twice would make the whole scrape invalid.
+        labelled = {label_value(key): float(value) for key, value in get(snapshot).items()}
+        yield from (((label,), value) for label, value in labelled.items())
+
+    return values
 
 
 def _states(snapshot: Snapshot) -> Iterator[Sample]:
@@ -117,11 +126,7 @@ def _memory(snapshot: Snapshot) -> Iterator[Sample]:
 def _gpus(snapshot: Snapshot) -> Iterator[Sample]:
     if snapshot.ending is None:
         for rank, values in snapshot.ranks.items():
-            yield from (((str(rank), label_value(uuid)), 1.0) for uuid in values.gpus)
-
-
-def _other(snapshot: Snapshot) -> Iterator[Sample]:
-    return (((label_value(key),), value) for key, value in snapshot.other_metrics.items())
+            yield from (((str(rank), uuid), 1.0) for uuid in dict.fromkeys(map(label_value, values.gpus)))
 
 
 D = MetricDefinition
@@ -155,7 +160,7 @@ METRICS: tuple[MetricDefinition, ...] = (
     D("best_eval_loss", "gauge", "Lowest finite evaluation loss of the run (first evaluation set).", _one(lambda s: s.best_eval_loss)),
     D("best_step", "gauge", "Step of the lowest evaluation loss.", _one(lambda s: s.best_step)),
     D("evals_since_best", "gauge", "Evaluations since the lowest evaluation loss.", _one(lambda s: s.evals_since_best)),
-    D("metric", "gauge", "Other numeric keys of the trainer's logs, at most 64.", _other, ("name",)),
+    D("metric", "gauge", "Other numeric keys of the trainer's logs, at most 64.", _each(lambda s: s.other_metrics), ("name",)),
     D("metrics_dropped", "counter", "Values of log keys beyond the 64 that are exported.", _one(lambda s: s.metrics_dropped_total)),
     D("elapsed_seconds", "gauge", "Time since the run was first started.", _one(lambda s: s.elapsed)),
     D("session_elapsed_seconds", "gauge", "Time since this session was started.", _one(lambda s: s.session_elapsed)),

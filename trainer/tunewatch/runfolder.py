@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tunewatch.probe.pulse import read_pulse
 from tunewatch.probe.writer import EVENTS
@@ -110,7 +110,8 @@ def write_json(path: Path, value: Any, *, mode: int = 0o600) -> None:
     text = json.dumps(value, allow_nan=False, indent=1, ensure_ascii=False) + "\n"
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        # A file name of another encoding is no UTF-8; it must not cost the whole file.
+        with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
             file.write(text)
         Path(temporary).chmod(mode)
         Path(temporary).replace(path)
@@ -137,7 +138,8 @@ def create_run(*, run_id: str | None = None, name: str | None = None, way: str, 
             "info": {},
             "environment": {},
         }
-        known.update({"way": way, "name": name or known.get("name") or folder.run_id, **facts})
+        known.update({"way": way, "name": name or known.get("name") or folder.run_id})
+        known.update({key: fact for key, fact in facts.items() if fact is not None})
         known["sessions"] += 1
         folder.write("run.json", known)
     except OSError as error:
@@ -151,13 +153,19 @@ def create_run(*, run_id: str | None = None, name: str | None = None, way: str, 
 def open_run(run: str) -> RunFolder:
     """Find a run by its id or by a path to its folder; RunFolderError names the runs there are."""
     path = Path(run)
-    if not (path / "run.json").is_file():
-        path = tunewatch_home() / "runs" / run
+    copied = _run_id_in(path)  # output_dir holds a copy of run.json
+    if copied != path.absolute().name:
+        path = tunewatch_home() / "runs" / (copied or run)
     if not (path / "run.json").is_file():
         known = [folder.run_id for folder in list_runs()][-5:]
         there = f"the latest are {', '.join(known)}" if known else "there are none"
         raise RunFolderError(f"no run {run!r} below {tunewatch_home() / 'runs'}; {there}")
     return RunFolder(path.absolute())
+
+
+def _run_id_in(path: Path) -> str | None:
+    facts = RunFolder(path).read("run.json") if path.is_dir() else None
+    return str(facts["run_id"]) if facts and "run_id" in facts else None
 
 
 def list_runs() -> list[RunFolder]:
@@ -190,29 +198,48 @@ class EventReader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._position = 0
-        self._rest = b""
+        self._inode: int | None = None
+        self.position = 0
+        """Bytes up to the end of the last line that was yielded or skipped."""
         self.malformed = 0
 
     def new(self) -> Iterator[dict[str, Any]]:
-        """Yield the events appended since the last call. A torn or foreign line is counted and skipped."""
+        """Yield the events appended since the last call. A torn or foreign line is counted and skipped.
+
+        A file that was replaced or cut short is read from its beginning.
+        """
         try:
-            with self._path.open("rb") as file:
-                file.seek(self._position)
-                data = file.read()
+            file = self._path.open("rb")
         except FileNotFoundError:
             return
-        self._position += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            if not line:
-                continue
-            try:
-                event = json.loads(line)
-            except ValueError:
-                self.malformed += 1
-                continue
-            if isinstance(event, dict) and isinstance(event.get("event"), str):
-                yield event
-            else:
-                self.malformed += 1
+        with file:
+            stat = os.fstat(file.fileno())
+            if stat.st_ino != self._inode or stat.st_size < self.position:
+                self._inode, self.position = stat.st_ino, 0
+            file.seek(self.position)
+            rest = b""
+            while data := file.read(_CHUNK):
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    self.position += len(line) + 1
+                    yield from self._parse(line)
+
+    def _parse(self, line: bytes) -> Iterator[dict[str, Any]]:
+        if not line:
+            return
+        try:
+            event = json.loads(line, parse_constant=_not_json)
+        except ValueError:
+            self.malformed += 1
+            return
+        if isinstance(event, dict) and isinstance(event.get("event"), str):
+            yield event
+        else:
+            self.malformed += 1
+
+
+_CHUNK = 1 << 20
+
+
+def _not_json(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")

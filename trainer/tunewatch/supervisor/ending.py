@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tunewatch.states import CANCELLED, COMPLETED, FAILED
@@ -12,8 +12,11 @@ from tunewatch.states import CANCELLED, COMPLETED, FAILED
 EARLY_STEPS = 10
 """A run that fails before this many steps of its session fails "early": the settings are the suspect."""
 
+EARLY_SECONDS = 60.0
+"""The same for a command whose steps are not seen: it fails early within its first minute."""
+
 ADVICE: dict[str, str] = {
-    "nan": "Resume from a checkpoint before the first bad step, with a lower learning rate or bf16.",
+    "nan": "Use a lower learning rate or bf16; checkpoints from the first bad step on are damaged.",
     "oom_gpu": "Lower the batch size or max_length, or turn on gradient checkpointing.",
     "oom_host": "Give the job more memory, or load less of the data set and fewer workers at once.",
     "shm": "Give the container more shared memory (docker --shm-size, a /dev/shm volume).",
@@ -25,7 +28,7 @@ ADVICE: dict[str, str] = {
     "hub": "Check the network and the hub, then start it again.",
     "nccl_timeout": "Find the rank that hung: its log and GPU say more than the others'.",
     "gpu_lost": "Do not use this GPU again before it was reset and checked (dmesg, XID).",
-    "checkpoint_corrupt": "Resume from an older, complete checkpoint.",
+    "checkpoint_corrupt": "Do not use this checkpoint; an older, complete one will do.",
     "nothing_trainable": "Check lora.target_modules and frozen parameters: nothing would have been trained.",
     "packaging": "Look at the end of the log, free space where output_dir lies, and resume to package again.",
     "exited_early": "Look at the end of the log: the program left without finishing its training.",
@@ -83,7 +86,7 @@ class Evidence:
     """Exception events, in order of time."""
     package: Mapping[str, Any] | None = None
     nonfinite_since: int | None = None
-    """First bad step of a streak that lasted to the end."""
+    """First bad step of a streak that lasted to the end; the weights are damaged from it on."""
     oom_kills: int = 0
     """Processes that the kernel killed in our memory cgroup during the run."""
     cancel_requested: bool = False
@@ -93,47 +96,54 @@ class Evidence:
     disk_full: bool = False
     """No room is left where output_dir lies."""
     last_resumable: str | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    """The newest checkpoint that a resume can trust: of this run, whole, and from before `nonfinite_since`."""
+    session_seconds: float = 0.0
 
 
 def judge(evidence: Evidence) -> Ending:
-    """Decide how a run ended. The first rule that fits decides; see the order below."""
+    """Decide how a run ended. The first rule that fits decides; see the order in `_reason`."""
     reason, message = _reason(evidence)
     state = COMPLETED if reason == "" else CANCELLED if reason == "cancelled" else FAILED
-    when = "early" if evidence.session_steps < EARLY_STEPS else "late"
+    when = "early" if _is_early(evidence) else "late"
+    if state == FAILED and reason != "nan" and evidence.nonfinite_since is not None:
+        message += f" Loss or gradients were NaN or infinite since step {evidence.nonfinite_since}."
     return Ending(state, reason, when, message, _advice(evidence, reason, when), evidence.returncode)
 
 
+def _is_early(e: Evidence) -> bool:
+    return e.session_steps < EARLY_STEPS if e.attached else e.session_seconds < EARLY_SECONDS
+
+
 def _reason(e: Evidence) -> tuple[str, str]:
+    if _succeeded(e):
+        return "", _success(e)
     died_of = _signal_of(e.returncode)
-    succeeded = _succeeded(e)
-    if e.cancel_requested and not succeeded:
+    error = _first_cause(e)
+    gone = died_of is not None or (e.returncode is None and not e.exited)
+    if e.cancel_requested:
         return "cancelled", f"Cancelled{_at(e)}."
-    if e.terminate_requested and not succeeded:
+    if e.terminate_requested:
+        if e.stalled:
+            return "stalled", f"Terminated from outside after it had stalled{_while(e)}{_at(e)}."
         # Also when train() returned normally: a SIGTERM checkpoint makes it stop in good order, far from done.
         return "preempted", f"Terminated from outside{_at(e)}."
-    # Somebody else's process in the same cgroup may have been the victim: ours must look the part.
-    if (
-        e.oom_kills
-        and (died_of == signal.SIGKILL or (died_of is None and not e.exceptions and not e.exited))
-        and (e.returncode != 0)
-    ):
-        return "oom_host", f"The kernel killed it: its memory cgroup was full{_while(e)}{_at(e)}."
-    error = _first_cause(e)
-    if error is not None and error["reason"] == "cancelled" and e.returncode != 0:
+    if died_of == signal.SIGINT or (_is(error, "cancelled") and e.returncode != 0):
         return "cancelled", f"Interrupted{_at(e)}."
+    if e.oom_kills and _looks_oom_killed(e, died_of, error):
+        return "oom_host", f"The kernel killed it: its memory cgroup was full{_while(e)}{_at(e)}."
     if error is not None and e.returncode != 0:
+        if error.get("type") == "SignalException":  # torchrun's: it was sent a signal, and exits with 1
+            return "preempted", f"Terminated from outside{_at(e)}."
         return _of_exception(e, error)
-    if e.dead_ranks and e.returncode != 0:
+    if e.dead_ranks and e.returncode != 0 and died_of is None:
         rank = e.dead_ranks[0]
         return "rank_killed", f"Rank {rank} died without an exception{_at(e)}; the others followed."
-    if died_of is not None and e.stalled:
-        return "stalled", f"Killed by signal {died_of} after it had stalled{_while(e)}{_at(e)}."
+    if e.stalled and gone:
+        how = f"Killed by signal {died_of}" if died_of is not None else "It died"
+        return "stalled", f"{how} after it had stalled{_while(e)}{_at(e)}."
     if died_of == signal.SIGTERM:
         return "preempted", f"Terminated from outside{_at(e)}."
-    if died_of == signal.SIGINT:
-        return "cancelled", f"Interrupted{_at(e)}."
-    if died_of == signal.SIGBUS and e.phase in ("data", "compute"):
+    if died_of == signal.SIGBUS and e.phase in ("data", "compute", "evaluate"):
         return "shm", f"Killed by signal 7 (bus error){_at(e)}: most often /dev/shm is full."
     if died_of is not None:
         hint = "; most often the machine ran out of memory" if died_of == signal.SIGKILL else ""
@@ -144,49 +154,80 @@ def _reason(e: Evidence) -> tuple[str, str]:
     if e.nonfinite_since is not None:
         return "nan", f"It ended, but loss or gradients were NaN or infinite since step {e.nonfinite_since}."
     if e.package is not None and not e.package.get("ok"):
-        return str(
-            e.package.get("reason") or "unknown"
-        ), f"The training was done, but packaging failed{_at(e)}."
-    if succeeded:
-        return "", _success(e)
-    if e.returncode == 127:
+        return _listed(e.package.get("reason")), f"The training was done, but packaging failed{_at(e)}."
+    if e.returncode == 127 and not e.attached:
         return "missing_file", "The command was not found."
     if e.returncode == 2 and not e.trained:
         return "config", "The command refused its arguments (exit code 2)."
     if e.returncode not in (0, None):
         return "unknown", f"It ended with exit code {e.returncode}{_while(e)}{_at(e)}."
-    if e.returncode is None and not e.exited:
+    if gone:
         return "unknown", f"The process died without a word{_while(e)}{_at(e)}."
+    if e.way == "train" and e.finished and e.requested_stop and not _reached(e):
+        # The built-in job packages what early stopping leaves; it leaves without only after a SIGTERM checkpoint,
+        # here of a SIGTERM that went past us.
+        return "preempted", f"It saved a checkpoint on SIGTERM and stopped{_at(e)}."
     return "exited_early", f"The program ended{_while(e)}{_at(e)} without finishing its training."
+
+
+def _listed(reason: object) -> str:
+    """A reason of the closed list: what others report (a user's exception class may say anything) is no label."""
+    return reason if isinstance(reason, str) and reason in ADVICE else "unknown"
 
 
 def _succeeded(e: Evidence) -> bool:
     """Whether everything that had to happen did: neither exit code 0 nor on_train_end alone proves it."""
-    if e.returncode not in (0, None) or (e.returncode is None and not e.exited):
+    if e.returncode is None:
+        if not e.exited or e.exceptions:
+            return False
+    elif e.returncode != 0:
         return False
     if e.nonfinite_since is not None or (e.package is not None and not e.package.get("ok")):
         return False
     if e.way == "train":
         return e.package is not None
+    asked_to_end = e.terminate_requested or e.cancel_requested
     if not e.trained:
-        return e.returncode == 0 or not e.exceptions
-    if not e.finished:
+        left = e.attached and not e.exited  # os._exit of a program that had loaded a trainer
+        return not asked_to_end and not left
+    return e.finished and (_reached(e) or (e.requested_stop and not asked_to_end))
+
+
+def _reached(e: Evidence) -> bool:
+    return e.step is None or e.max_steps is None or e.step >= e.max_steps
+
+
+def _looks_oom_killed(e: Evidence, died_of: int | None, error: Mapping[str, Any] | None) -> bool:
+    """Whether ours was the victim: another process of the same cgroup may have been killed instead."""
+    if e.returncode == 0:
         return False
-    reached = e.step is None or e.max_steps is None or e.step >= e.max_steps
-    return reached or (e.requested_stop and not e.terminate_requested and not e.cancel_requested)
+    if died_of is not None:
+        return died_of == signal.SIGKILL
+    if error is not None:  # torchrun exits with 1 whatever its ranks died of
+        return _is(error, "rank_killed")
+    return bool(e.dead_ranks) or (e.attached and not e.exited)
+
+
+def _is(error: Mapping[str, Any] | None, reason: str) -> bool:
+    return error is not None and error.get("reason") == reason
+
+
+_FOLLOWS = ("nccl_timeout",)
+"""What the innocent ranks report when another one is gone."""
 
 
 def _first_cause(e: Evidence) -> Mapping[str, Any] | None:
-    """The first exception that was reported; of several ranks, the others only follow.
+    """The exception that the others followed: the first that was reported.
 
-    A later one with a known reason is taken before an unknown one (a NCCL error of an innocent rank comes second).
+    One with a known reason is taken before an unknown one (a broken pipe of an innocent rank may be reported before
+    torchrun tells which rank was killed); a timeout of the collectives only when nothing came before it.
     """
-    known = [error for error in e.exceptions if error.get("reason") not in (None, "unknown")]
+    known = [error for error in e.exceptions if _listed(error.get("reason")) not in ("unknown", *_FOLLOWS)]
     return known[0] if known else e.exceptions[0] if e.exceptions else None
 
 
 def _of_exception(e: Evidence, error: Mapping[str, Any]) -> tuple[str, str]:
-    reason = str(error.get("reason") or "unknown")
+    reason = _listed(error.get("reason"))
     if reason in ("unknown", "config") and e.disk_full and e.phase in ("save", "package"):
         reason = "disk_full"
     if reason == "unknown" and e.nonfinite_since is not None:
@@ -197,29 +238,32 @@ def _of_exception(e: Evidence, error: Mapping[str, Any]) -> tuple[str, str]:
 
 def _advice(e: Evidence, reason: str, when: str) -> str:
     if reason in ("", "cancelled"):
-        text = ""
-    elif reason.startswith("killed_signal_"):
+        return ""
+    if reason.startswith("killed_signal_"):
         text = "Look at the kernel log (dmesg) for the out-of-memory killer, and ask who sent the signal."
+    elif reason == "oom_gpu" and when == "late":
+        text = "Most likely one long sample: cap max_length or sort by length."
     else:
         text = ADVICE[reason]
-    if reason == "oom_gpu" and when == "late":
-        text = "Most likely one long sample: cap max_length or sort by length."
-    if reason and e.last_resumable and when == "late" and "esume from" not in text:
-        text = f"{text} Resume from {e.last_resumable}.".strip()
-    elif reason and when == "early" and reason in ("unknown", "exited_early"):
-        text = f"{text} It failed early: change the settings rather than try again."
+    if when == "early" and reason in ("unknown", "exited_early"):
+        return f"{text} It failed early: change the settings rather than try again."
+    if e.last_resumable and (when == "late" or reason not in _OF_SETTINGS):
+        return f"{text} Resume from {e.last_resumable}."
     return text
+
+
+_OF_SETTINGS = frozenset({"oom_gpu", "config", "data", "missing_file", "auth", "hub", "nothing_trainable"})
+"""When a run fails early for one of these, a resume with the same settings fails again."""
 
 
 def _success(e: Evidence) -> str:
     if not e.attached:
         return "The command ended with exit code 0."
+    if not e.trained:
+        return "It ended in good order; nothing was trained."
     if e.session_steps == 0:
-        return (
-            f"Nothing to do: it was at step {e.step} of {e.max_steps} already." if e.trained else "It ended."
-        )
-    stopped = " (stopped on request)" if e.step is not None and e.max_steps and e.step < e.max_steps else ""
-    return f"Completed at step {e.step} of {e.max_steps or '?'}{stopped}."
+        return f"Nothing to do: it was done already{_at(e)}."
+    return f"Completed{_at(e)}{'' if _reached(e) else ' (stopped on request)'}."
 
 
 def _at(e: Evidence) -> str:
@@ -232,7 +276,7 @@ def _while(e: Evidence) -> str:
     if not e.attached:
         return ""
     words = {
-        "prepare": "while preparing",
+        "prepare": f"while preparing ({e.phase_detail})" if e.phase_detail else "while preparing",
         "evaluate": "in an evaluation",
         "save": "while saving",
         "package": "after the training",

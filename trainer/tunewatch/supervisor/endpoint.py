@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import html
 import socket
+import socketserver
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +20,15 @@ DEFAULT_PORT = 9470
 PORTS_TRIED = 1000
 
 
-class PortTaken(Exception):
+REMEMBERED = 300.0
+"""Seconds after which a scraper that did not come back is forgotten."""
+
+
+class ListenError(Exception):
+    """The address can not be listened on; the text says why and what to do."""
+
+
+class PortTaken(ListenError):
     """The port that the user named is in use."""
 
 
@@ -43,8 +53,12 @@ class Scrapes:
                 self._since_end[scraper] = self._since_end.get(scraper, 0) + 1
 
     def run_ended(self) -> None:
-        """From now on the metrics show the terminal state."""
+        """From now on the metrics show the terminal state. A curl of an hour ago is nobody to wait for."""
         with self._lock:
+            gone = [scraper for scraper, last in self._last.items() if self._clock() - last > REMEMBERED]
+            for scraper in gone:
+                del self._last[scraper]
+                self._intervals.pop(scraper, None)
             self._since_end = {}
 
     @property
@@ -77,13 +91,15 @@ class Endpoint:
     ) -> None:
         """Listen on `port`, or on the first free one from 9470 on.
 
-        Raises PortTaken when the named port is in use, OSError when the address can not be bound at all.
+        Raises PortTaken when the named port is in use, ListenError when the address can not be bound at all.
         """
         self.scrapes = Scrapes()
         handler = _make_handler(registry, self.scrapes, title)
         self._server = _bind(host, port, handler)
         self.host, self.port = host, self._server.server_address[1]
-        self._thread = threading.Thread(target=self._server.serve_forever, name="tunewatch-http", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.1,), name="tunewatch-http", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -104,6 +120,16 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
+    def server_bind(self) -> None:
+        # HTTPServer would look its own name up in the DNS, which may take half a minute.
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that went away is no news; anything else is ours, and is shown."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
 
 def _bind(host: str, port: int | None, handler: type[BaseHTTPRequestHandler]) -> _Server:
     candidates = [port] if port is not None else range(DEFAULT_PORT, DEFAULT_PORT + PORTS_TRIED)
@@ -115,7 +141,9 @@ def _bind(host: str, port: int | None, handler: type[BaseHTTPRequestHandler]) ->
             return server_class((host, candidate), handler)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
-                raise
+                raise ListenError(
+                    f"can not listen on {host}, port {candidate}: {error.strerror or error}"
+                ) from error
     if port is not None:
         raise PortTaken(
             f"port {port} on {host} is taken. Leave --listen out to get the next free port from {DEFAULT_PORT} on, "
@@ -134,7 +162,7 @@ def _make_handler(registry: CollectorRegistry, scrapes: Scrapes, title: str) -> 
             path = self.path.partition("?")[0]
             if path == "/metrics":
                 encode, content_type = choose_encoder(self.headers.get("Accept", ""))
-                if self._answer(200, content_type, encode(registry)):
+                if self._answer(200, content_type, encode(registry)) and self.command == "GET":
                     scrapes.seen(f"{self.client_address[0]} {self.headers.get('User-Agent', '')}")
             elif path == "/":
                 page = f"<!doctype html><title>{html.escape(title)}</title><h1>{html.escape(title)}</h1>"
@@ -146,14 +174,17 @@ def _make_handler(registry: CollectorRegistry, scrapes: Scrapes, title: str) -> 
             else:
                 self._answer(404, "text/plain; charset=utf-8", b"not found: try /metrics\n")
 
+        do_HEAD = do_GET
+
         def _answer(self, status: int, content_type: str, body: bytes) -> bool:
             try:
                 self.send_response(status)
                 self.send_header("Content-Type", content_type)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
-                self.wfile.write(body)
-            except (BrokenPipeError, ConnectionResetError, TimeoutError):
+                if self.command != "HEAD":
+                    self.wfile.write(body)
+            except OSError:  # the client is gone, or does not read
                 return False
             return True
 

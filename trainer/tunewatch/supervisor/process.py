@@ -169,52 +169,48 @@ def resident_bytes(pid: int) -> float | None:
 class OomKills:
     """Counts how often the kernel killed in our memory cgroup since this object was made (cgroup v1 and v2).
 
-    The limit may sit on a parent while the kill is counted in the leaf (Slurm), so every level up to the root is read.
+    A kill is counted in the group of its victim, wherever the limit sits (Slurm sets it two levels up): so our own
+    group is read. Version 2 also adds it to every group above, which therefore tell of other people's processes.
     """
 
     def __init__(
         self, cgroup_file: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
     ) -> None:
-        self._files = list(_oom_files(cgroup_file, root))
+        self._file = _oom_file(cgroup_file, root)
         self._before = self._read()
 
     def count(self) -> int:
-        now = self._read()
-        return max((value - self._before.get(path, 0) for path, value in now.items()), default=0)
+        return max(0, self._read() - self._before)
 
-    def _read(self) -> dict[Path, int]:
-        found = {}
-        for path in self._files:
-            try:
-                text = path.read_text()
-            except OSError:
-                continue
-            for line in text.splitlines():
-                key, _, value = line.partition(" ")
-                if key == "oom_kill" and value.isdecimal():
-                    found[path] = int(value)
-        return found
+    def _read(self) -> int:
+        if self._file is None:
+            return 0
+        try:
+            lines = self._file.read_text().splitlines()
+        except OSError:  # the group was removed
+            return 0
+        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
-def _oom_files(cgroup_file: Path, root: Path) -> list[Path]:
+def _oom_file(cgroup_file: Path, root: Path) -> Path | None:
+    """The file that counts for this process: of its own group, or of the nearest above that has a memory controller.
+
+    In a container the path in /proc is often that of the host, while the own group is mounted as the root.
+    """
     try:
         lines = cgroup_file.read_text().splitlines()
     except OSError:
-        return []
-    files: list[Path] = []
+        return None
     for line in lines:
         _, controllers, group = line.split(":", 2)
-        if controllers == "":
-            base, name = (root / "unified" if (root / "unified").is_dir() else root), "memory.events"
-        elif "memory" in controllers.split(","):
+        if "memory" in controllers.split(","):
             base, name = root / "memory", "memory.oom_control"
+        elif controllers == "":
+            base, name = (root / "unified" if (root / "unified").is_dir() else root), "memory.events"
         else:
             continue
-        level = Path(group.lstrip("/"))
-        # The root group counts the whole machine's kills: not ours.
-        groups = [group for group in (level, *level.parents) if group != Path()]
-        files.extend(base / group / name for group in groups if (base / group / name).is_file())
-    own = root / "memory.events"  # in a container the own group is mounted as the root
-    if not files and own.is_file():
-        files.append(own)
-    return files
+        own = Path(group.lstrip("/"))
+        for level in (own, *own.parents):
+            if (base / level / name).is_file():
+                return base / level / name
+    return None

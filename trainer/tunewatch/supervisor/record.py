@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,9 @@ MAX_METRICS = 64
 
 MAX_EVAL_SETS = 32
 
+MAX_UNSAVED = 10_000
+"""Logs since the last save whose token count is kept."""
+
 _KNOWN_KEYS = frozenset(
     {
         "loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "num_input_tokens_seen", "train_loss",
@@ -25,17 +29,17 @@ _EVAL_BOOKKEEPING = ("_runtime", "_samples_per_second", "_steps_per_second", "_n
 
 
 class Record:
-    """One run's facts. `event` takes the run folder's lines in order, `pulses` the ranks' latest pulses.
+    """One run's facts. `event` takes the run folder's lines in order, `pulse` the ranks' latest pulses.
 
-    Counters are of the session that began last: `begin_session` is called when the supervisor starts (or, after its own
-    death, with the session's start that it finds in supervisor.json).
+    Events before `begin_session` are history: they tell of the whole run (tokens seen, the best evaluation, which
+    steps are done again), but what counts for the session under way, and for its end, comes after it.
     """
 
     def __init__(self) -> None:
         self.info: dict[str, Any] = {}
         self.environment: dict[str, str] = {}
         self.effective: dict[str, Any] = {}
-        self.session_began = 0.0
+        self.history = True
         self.attached = False
         self.main_session: str | None = None
         self.sessions: dict[str, Mapping[str, Any]] = {}
@@ -58,12 +62,13 @@ class Record:
         self.best_step: int | None = None
         self.evals_since_best: int | None = None
         self.other: dict[str, float] = {}
-        self.dropped_keys: set[str] = set()
         self.dropped_total = 0
         self.tokens_seen: dict[str, float] = {}
         self.session_tokens: dict[str, float] = {}
         self.nonfinite_evals = 0
         self.resumes = 0
+        self.resumed_at = 0
+        """The step at which this session went on, 0 for a fresh start."""
         self.restored: Mapping[str, Any] = {}
         self.nan_filter: bool | None = None
         self.nan_visibility: str | None = None
@@ -72,7 +77,6 @@ class Record:
         self.hub_last_success: float | None = None
         self.step_event: int | None = None
         self.max_steps_event: int | None = None
-        self.phase_detail = ""
         self.phase_ratio: float | None = None
         self.phase_name: str | None = None
         self.gpus: dict[int, tuple[str, ...]] = {}
@@ -80,9 +84,15 @@ class Record:
         self.wasted_seconds = 0.0
         self.pace = Pace()
         self.pulses: dict[int, Mapping[str, float]] = {}
+        self._detail = ""
         self._tokens_at: dict[int, float] = {}
+        """Tokens seen by step, of the logs since the last save and of one log before each save."""
+        self._unsaved: deque[int] = deque(maxlen=MAX_UNSAVED)
         self._token_base = 0.0
+        self._first_log: tuple[int, float] | None = None
+        self._last_log: tuple[int, float] | None = None
         self._paced: tuple[float, float, float] | None = None
+        self._paced_pid: float | None = None
         self._eval_keys: set[str] = set()
 
     # -- events -------------------------------------------------------------------------------------------
@@ -92,29 +102,34 @@ class Record:
         if handler is not None:
             handler(event)
 
-    def _in_session(self, event: Mapping[str, Any]) -> bool:
-        return event.get("t", 0.0) >= self.session_began
+    def begin_session(self) -> None:
+        """From the next event on it is the session under way that speaks."""
+        self.history = False
+        self._detail, self.phase_name, self.phase_ratio = "", None, None
+        self._forget_logged()
 
     def _on_session(self, event: Mapping[str, Any]) -> None:
-        if not self._in_session(event):
+        if self.history:
             return
         self.sessions[event["session"]] = event
-        if event.get("rank") == 0 and self.main_session is None:
-            self.main_session = event["session"]
-        self.interactive = bool(event.get("interactive"))
         self.attached = True
-        if event.get("rank") == 0:
-            self._forget_logged()
+        if event.get("rank") == 0 and not self.training:
+            self._main(event["session"])
+
+    def _main(self, session: str) -> None:
+        """The process whose end is the training's: the last of rank 0 that began a training, or is about to."""
+        self.main_session = session
+        self.interactive = bool(self.sessions.get(session, {}).get("interactive"))
 
     def _on_phase(self, event: Mapping[str, Any]) -> None:
         if event.get("rank") == 0:
             self.phase_name = event.get("phase")
-            self.phase_detail = str(event.get("detail") or "")
+            self._detail = str(event.get("detail") or "")
             ratio = as_number(event.get("ratio"))
             self.phase_ratio = None if ratio is None else min(1.0, max(0.0, float(ratio)))
 
     def _on_state(self, event: Mapping[str, Any]) -> None:
-        if self._in_session(event):
+        if not self.history:
             self.job_state = event.get("state")
 
     def _on_provenance(self, event: Mapping[str, Any]) -> None:
@@ -128,33 +143,51 @@ class Record:
 
     def _on_train_begin(self, event: Mapping[str, Any]) -> None:
         step = int(event.get("step") or 0)
-        self._wasted(step, event)
+        if not self.history and not event.get("restart"):
+            self._wasted(step)
+        self._first_log = self._last_log = None
         self.step_event, self.max_steps_event = step, event.get("max_steps")
         self.effective = dict(event.get("effective") or {})
         self.output_dir = event.get("output_dir") or self.output_dir
         self.nan_filter, self.nan_visibility = event.get("nan_filter"), event.get("nan_visibility")
         self._token_base = self._known_tokens(step)
         self.restored = (event.get("restored") or {}) if step else {}
-        if self._in_session(event):
-            self.trained = self.training = True
-            self.train_returned = self.requested_stop = False
-            self.resumes += 1 if step and not event.get("restart") else 0
+        if not self.history:
+            self._begin_training(event)
+            if step and not event.get("restart"):
+                self.resumes += 1
+                self.resumed_at = step
         self._forget_logged()
         self.pace.reset()
-        self._paced = None
+
+    def _begin_training(self, event: Mapping[str, Any]) -> None:
+        session = str(event.get("session"))
+        self.trained = self.training = True
+        self.train_returned = self.requested_stop = False
+        self._main(session)
+        # An attempt that failed and was tried again (by the script, by torchrun) is no cause of the end. Of other
+        # ranks, what they reported since this process started may be.
+        since = self.sessions.get(session, {}).get("m", 0.0)
+        self.exceptions = [
+            error
+            for error in self.exceptions
+            if error.get("session") != session and error.get("m", 0.0) >= since
+        ]
 
     def _forget_logged(self) -> None:
         """What an earlier session logged last is not what this one does now."""
-        self.loss = self.learning_rate = self.grad_norm = None
+        self.loss = self.learning_rate = self.grad_norm = self.train_loss_mean = None
+        self.other.clear()
 
     def _on_train_end(self, event: Mapping[str, Any]) -> None:
         self.step_event = event.get("step", self.step_event)
-        if self._in_session(event):
+        self._first_log = self._last_log = None  # nothing of it will be done again
+        if not self.history:
             self.training = False
             self.requested_stop = bool(event.get("requested_stop"))
 
     def _on_train_return(self, event: Mapping[str, Any]) -> None:
-        if self._in_session(event):
+        if not self.history and event.get("rank") == 0:
             self.train_returned, self.training = True, False
 
     def _on_log(self, event: Mapping[str, Any]) -> None:
@@ -162,6 +195,7 @@ class Record:
         values.update({key: float(text) for key, text in nonfinite.items()})
         step = int(event.get("step") or 0)
         self.step_event = max(step, self.step_event or 0) if not self.training else step
+        self._time(step, event)
         nothing_done = values.get("train_loss") == 0.0 and not self._steps_this_session()
         if "train_loss" in values and "loss" not in values and not nothing_done:
             self.train_loss_mean = values["train_loss"]
@@ -176,9 +210,12 @@ class Record:
 
     def _on_save(self, event: Mapping[str, Any]) -> None:
         self.save_seconds = event.get("seconds") or self.save_seconds
+        while len(self._unsaved) > 1:  # a resume from this checkpoint needs the last one only
+            self._tokens_at.pop(self._unsaved.popleft(), None)
+        self._unsaved.clear()
 
     def _on_exception(self, event: Mapping[str, Any]) -> None:
-        if self._in_session(event):
+        if not self.history:
             self.exceptions.append(event)
             self.training = False
 
@@ -189,7 +226,7 @@ class Record:
         self.samples_generated = event.get("generated")
 
     def _on_package(self, event: Mapping[str, Any]) -> None:
-        if not self._in_session(event):
+        if self.history:
             return
         self.package = event
         if event.get("push") == "failed":
@@ -208,7 +245,7 @@ class Record:
                 continue
             self._eval_keys.add(key)
             self.eval_loss[dataset] = value
-            if not math.isfinite(value):
+            if not math.isfinite(value) and not self.history:
                 self.nonfinite_evals += 1
             if dataset == next(iter(self.eval_loss)):  # "best" follows the first set
                 self._best(value, step)
@@ -221,10 +258,14 @@ class Record:
 
     def _tokens(self, values: Mapping[str, float], event: Mapping[str, Any], step: int) -> None:
         """TRL's num_tokens counts attended tokens of this session; transformers' count is of the whole run."""
-        if "num_tokens" in values and self._in_session(event):
+        if "num_tokens" in values and not self.history:
             self.session_tokens["non_padding"] = values["num_tokens"]
         if "num_tokens" in values:
             self.tokens_seen["non_padding"] = self._token_base + values["num_tokens"]
+            if len(self._unsaved) == MAX_UNSAVED:
+                self._tokens_at.pop(self._unsaved[0], None)
+            if step not in self._tokens_at:
+                self._unsaved.append(step)
             self._tokens_at[step] = self.tokens_seen["non_padding"]
         seen = as_number(event.get("tokens_seen"))
         if seen:
@@ -233,19 +274,28 @@ class Record:
     def _known_tokens(self, step: int) -> float:
         reached = [at for at in self._tokens_at if at <= step]
         self._tokens_at = {at: self._tokens_at[at] for at in reached}  # what came after it is redone
+        self._unsaved.clear()
         return self._tokens_at[max(reached)] if reached else 0.0
 
     def _other(self, key: str, value: float) -> None:
         if key in self.other or len(self.other) < MAX_METRICS:
             self.other[key] = value
         else:
-            self.dropped_total += 1
+            self.dropped_total += 0 if self.history else 1
 
-    def _wasted(self, step: int, event: Mapping[str, Any]) -> None:
-        """A session that begins behind the last step of the one before redoes the steps between."""
-        if self.step_event is not None and step < self.step_event and not event.get("restart") and step > 0:
-            per_step = self.pace.seconds_per_step
-            self.wasted_seconds += (self.step_event - step) * (per_step or 0.0)
+    def _time(self, step: int, event: Mapping[str, Any]) -> None:
+        """Remember the first and last log of a training; between processes of one boot `m` tells the time."""
+        if step and isinstance(event.get("m"), (int, float)):
+            self._last_log = (step, event["m"])
+            self._first_log = self._first_log or self._last_log
+
+    def _wasted(self, step: int) -> None:
+        """A session that begins behind the last logged step of the one before redoes the steps between."""
+        if self._first_log is None or self._last_log is None:
+            return
+        steps, seconds = (last - first for first, last in zip(self._first_log, self._last_log, strict=True))
+        if steps > 0 and seconds > 0:
+            self.wasted_seconds += max(0, self._last_log[0] - step) * seconds / steps
 
     # -- pulses -------------------------------------------------------------------------------------------
 
@@ -258,10 +308,10 @@ class Record:
         self.attached = True
         paused = main["evaluate_seconds"] + main["save_seconds"]
         now = (main["step_seconds_count"], main["step_seconds_sum"], paused)
-        if self._paced is None or now[0] < self._paced[0]:
+        if self._paced is None or main["pid"] != self._paced_pid:
             if self._paced is not None:
                 self.pace.reset()
-            self._paced = (0.0, 0.0, 0.0)
+            self._paced, self._paced_pid = (0.0, 0.0, 0.0), main["pid"]
         count = int(now[0] - self._paced[0])
         if count > 0:
             self.pace.step((now[1] - self._paced[1]) / count, count)
@@ -294,6 +344,17 @@ class Record:
     def phase(self) -> str | None:
         main = self.main
         return PHASES[int(main["phase"])] if main is not None else None
+
+    @property
+    def phase_detail(self) -> str:
+        """A few words on what the phase is busy with; "" once they are out of date."""
+        main = self.main
+        if main is None:
+            return self._detail
+        begun = (
+            self.phase == "data" and not main["first_step"]
+        )  # it was skipping data, or fetching the first batch
+        return "" if self.phase != self.phase_name or begun else self._detail
 
     @property
     def step_buckets(self) -> tuple[float, ...]:

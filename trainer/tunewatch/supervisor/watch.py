@@ -66,7 +66,7 @@ class Supervisor:
     def __init__(
         self, folder: RunFolder, options: Options, *, on_change: Callable[[Snapshot], None] | None = None
     ) -> None:
-        """Take the run: raises AlreadyWatched when another supervisor lives, PortTaken when the port is in use."""
+        """Take the run: raises AlreadyWatched when another supervisor lives, ListenError when there is no port."""
         self.folder = folder
         self.options = options
         self.ending: Ending | None = None
@@ -84,6 +84,8 @@ class Supervisor:
         self._state, self._state_since = states.QUEUED, time.time()
         self._session_start = time.time()
         self._session_monotonic = time.monotonic()
+        self._history_bytes = 0  # of events.jsonl: what lies before is of earlier sessions
+        self._adopted: tuple[int, int | None] | None = None
         self._run_end: float | None = None
         self._phase_stalled: dict[str, float] = {}
         self._last_tick: float | None = None
@@ -92,7 +94,7 @@ class Supervisor:
         self._signals: list[int] = []
         self._kill_at: float | None = None
         self._dead_ranks: list[int] = []
-        self._checkpoints: list[checkpoints.Checkpoint] = []
+        self._checkpoints: list[checkpoints.Checkpoint] | None = None  # not looked yet
         self._free_bytes: float | None = None
         self._disk: threading.Thread | None = None
         self._disk_due = 0.0
@@ -113,26 +115,36 @@ class Supervisor:
         become_subreaper()
         for path in self.folder.path.glob("pulse.*"):
             path.unlink()  # of an earlier session
-        self._catch_up_before_session()
-        self._process = Child(command, environment, log)
+        self._read()
+        self._history_bytes = self._reader.position
+        self._record.begin_session()
+        try:
+            self._process = Child(command, environment, log)
+        except OSError:
+            self._end(judge(Evidence(returncode=127, way=self._way)))
+            self.close()
+            raise
         self._begin()
 
     def adopt(self, pid: int, start: int | None = None) -> None:
         """Watch a process that somebody else started; its session may be under way."""
-        self._catch_up_before_session(include_pid=pid)
+        if self._way == "callback":
+            self._adopted = (pid, process_start(pid))
+        else:
+            known = self.folder.read("supervisor.json") or {}
+            self._session_start = float(known.get("session_start", self._session_start))
+            self._history_bytes = int(known.get("history_bytes", 0))
         self._process = Adopted(pid, start)
         self._begin()
 
-    def _catch_up_before_session(self, include_pid: int | None = None) -> None:
-        """Find where this session begins in the events: what lies before it is history."""
-        known = self.folder.read("supervisor.json") or {}
-        if include_pid is not None and known.get("child_pid") == include_pid:
-            self._session_start = float(known["session_start"])
-        elif include_pid is not None:
-            self._session_start = min(
-                self._session_start, float(self._run_facts.get("created", self._session_start))
-            )
-        self._record.session_began = self._session_start
+    def _begins_session(self, event: Mapping[str, Any]) -> bool:
+        """Whether an event is the first of this session; by place, for clocks are set while trainings run."""
+        if self._adopted is None:
+            return self._reader.position > self._history_bytes
+        if (event.get("pid"), event.get("process_start")) != self._adopted or event["event"] != "session":
+            return False
+        self._session_start = float(event["t"])
+        return True
 
     def _begin(self) -> None:
         assert self._process is not None
@@ -148,6 +160,7 @@ class Supervisor:
                 "child_pid": self._process.pid,
                 "child_process_start": process_start(self._process.pid),
                 "session_start": self._session_start,
+                "history_bytes": self._history_bytes,
                 "patience": asdict(self.options.patience),
             },
         )
@@ -209,8 +222,10 @@ class Supervisor:
 
     def _read(self) -> None:
         for event in self._reader.new():
+            if self._record.history and self._process is not None and self._begins_session(event):
+                self._record.begin_session()
             self._record.event(event)
-            if event.get("t", 0.0) >= self._session_start:
+            if not self._record.history:
                 self._health.event(event)
             if event["event"] in ("provenance", "train_begin"):
                 self._write_provenance()
@@ -223,7 +238,6 @@ class Supervisor:
     def _excuse_absence(self, now: float) -> None:
         if self._last_tick is not None and now - self._last_tick > 5.0:
             self._excused = now
-        self._excused = self._excused if now - self._excused < 3600 else 0.0
 
     def _judge_health(self, now: float) -> None:
         record = self._record
@@ -234,7 +248,7 @@ class Supervisor:
             now=now,
             phase=PHASES[int(main["phase"])],
             detail=record.phase_detail,
-            last_activity=max(main["activity_monotonic"], min(self._excused, now)),
+            last_activity=max(main["activity_monotonic"], self._excused),
             step=record.step,
             first_step=bool(main["first_step"]),
             seconds_per_step=record.pace.seconds_per_step,
@@ -263,10 +277,10 @@ class Supervisor:
     def _watch_ranks(self) -> None:
         """Notice a rank that died without an exception or an orderly exit while the others live."""
         record = self._record
-        if len(record.sessions) < 2:
-            return
         for session, facts in record.sessions.items():
             rank = int(facts.get("rank", 0))
+            if int(facts.get("world_size") or 1) < 2:
+                continue  # a helper, or the only process there is
             if session in record.exited_sessions or rank in self._dead_ranks:
                 continue
             if any(error.get("session") == session for error in record.exceptions):
@@ -315,27 +329,33 @@ class Supervisor:
     def _finish(self) -> None:
         assert self._process is not None
         self._read()
+        self._watch_ranks()  # before those that are left are ended by us
         code = self._process.returncode
         if isinstance(self._process, Child):
             end_descendants(5.0 if code == 0 else 2.0)
             self._read()
         self._look_at_disk(time.monotonic(), wait=10.0)
-        self._watch_ranks()
-        self.ending = judge(self._evidence(code))
+        ending = judge(self._evidence(code))
         self.exit_code = (
-            _shell_code(code) if code is not None else (0 if self.ending.state == states.COMPLETED else 1)
+            _shell_code(code) if code is not None else (0 if ending.state == states.COMPLETED else 1)
         )
+        self._end(ending)
+        self.endpoint.scrapes.run_ended()
+
+    def _end(self, ending: Ending) -> None:
+        self.ending = ending
         self._run_end = time.time()
         self._health.silence()
-        self._enter(self.ending.state)
+        self._enter(ending.state)
         self._publish()
         self._write_verdict()
-        self.endpoint.scrapes.run_ended()
 
     def _evidence(self, code: int | None) -> Evidence:
         record, main = self._record, self._record.main
-        streak = record.rank_max("nonfinite_streak")
-        resumable = checkpoints.newest_resumable(self._checkpoints)
+        since = self._health.nonfinite_since
+        resumable = checkpoints.newest_resumable(
+            [item for item in self._checkpoints or () if self._is_sound(item)]
+        )
         ours = {self._process.pid} if self._process else set()
         ours |= {int(facts["pid"]) for facts in record.sessions.values() if "pid" in facts}
         return Evidence(
@@ -355,7 +375,7 @@ class Supervisor:
             phase_detail=record.phase_detail,
             exceptions=sorted(record.exceptions, key=lambda event: event.get("t", 0.0)),
             package=record.package,
-            nonfinite_since=_streak_start(record, streak) if self._health.is_active("nonfinite") else None,
+            nonfinite_since=since,
             oom_kills=self._oom.count(),
             cancel_requested=self._cancel,
             terminate_requested=self._terminate and not self._cancel,
@@ -363,7 +383,16 @@ class Supervisor:
             dead_ranks=self._dead_ranks,
             disk_full=self._free_bytes is not None and self._free_bytes < FULL_DISK_BYTES,
             last_resumable=resumable.name if resumable else None,
+            session_seconds=time.monotonic() - self._session_monotonic,
         )
+
+    def _is_sound(self, checkpoint: checkpoints.Checkpoint) -> bool:
+        """Whether a resume of this run may start there: not left by another run, and before the first NaN."""
+        since = self._health.nonfinite_since
+        if since is not None and checkpoint.step >= since:
+            return False
+        created = float(self._run_facts.get("created", 0.0))
+        return checkpoint.saved_at >= created - 60.0 or checkpoint.step <= self._record.resumed_at
 
     def _linger(self) -> None:
         assert self.ending is not None
@@ -381,6 +410,8 @@ class Supervisor:
     def _look_at_disk(self, now: float, *, wait: float = 0.0) -> None:
         """Have output_dir looked at, off this thread: a hanging network mount must not stop the watching."""
         saves = self._record.rank_max("saves")
+        if self._disk is not None:
+            self._disk.join(wait)
         if self._record.output_dir is None or (self._disk is not None and self._disk.is_alive()):
             return
         if wait or now >= self._disk_due or saves != self._saves_seen:
@@ -396,7 +427,7 @@ class Supervisor:
         try:
             stat = os.statvfs(folder)
             self._free_bytes = float(stat.f_bavail * stat.f_frsize)
-            self._checkpoints = checkpoints.scan(folder)
+            self._checkpoints = checkpoints.scan(folder, known=self._checkpoints or ())
         except OSError:
             self._free_bytes = None
 
@@ -447,7 +478,7 @@ class Supervisor:
         record, main, now, wall = self._record, self._record.main, time.monotonic(), time.time()
         alive = self.ending is None
         to_wall = wall - now
-        complete = [item for item in self._checkpoints if item.complete]
+        complete = [item for item in self._checkpoints or () if item.complete]
         newest = complete[-1] if complete else None
         started = float(self._run_facts.get("created", self._session_start))
         until = self._run_end or wall
@@ -488,8 +519,8 @@ class Supervisor:
             evals_since_best=record.evals_since_best,
             other_metrics=dict(record.other),
             metrics_dropped_total=record.dropped_total,
-            elapsed=until - started,
-            session_elapsed=until - self._session_start,
+            elapsed=max(0.0, until - started),  # the clock may have been set back
+            session_elapsed=max(0.0, until - self._session_start),
             eta=record.pace.eta(record.step, record.max_steps) if alive else None,
             step_seconds_sum=main["step_seconds_sum"] if main else 0.0,
             step_buckets=record.step_buckets,
@@ -507,7 +538,7 @@ class Supervisor:
             health=self._health.level,
             verdicts=tuple(self._health.verdicts),
             checkpoints_saved_total=record.rank_max("saves"),
-            checkpoints_present=len(complete) if record.output_dir else None,
+            checkpoints_present=len(complete) if self._checkpoints is not None else None,
             checkpoint_last_step=newest.step if newest else None,
             checkpoint_last_time=newest.saved_at if newest else None,
             checkpoint_size=newest.size_bytes if newest else None,
@@ -607,10 +638,6 @@ def _known(pulse: Mapping[str, float] | None, name: str) -> float | None:
 def _interval(value: Any) -> int | None:
     """Steps between saves; a share of the training (below 1) is resolved by the trainer, not by us."""
     return int(value) if isinstance(value, (int, float)) and value >= 1 else None
-
-
-def _streak_start(record: Record, streak: float) -> int | None:
-    return max(1, int((record.step or 0) - streak + 1)) if streak else record.step
 
 
 def _shell_code(returncode: int) -> int:
