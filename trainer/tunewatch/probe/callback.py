@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -32,12 +33,19 @@ class TunewatchCallback(TrainerCallback):
     are counted and written to `probe-errors.log` in the run folder.
     """
 
+    is_tunewatch = True
+    """What the copies of this class (the hook loads one under a name of its own) know each other by."""
+
     def __init__(self, name: str | None = None, *, run_id: str | None = None, supervise: bool = True) -> None:
         self.tracker = ProgressTracker()
         self._name, self._run_id, self._supervise = name, run_id, supervise
         self._reporter: Any = None  # a Reporter, once the trainer is known
         self._active = False
         install(sys.modules["transformers"].Trainer)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy (of a trainer that is handed to another process, say) starts anew, without threads and files."""
+        return functools.partial(type(self), run_id=self._run_id, supervise=self._supervise), (self._name,)
 
     def add_progress_callback(self, listener: Listener) -> Callable[[], None]:
         """Call `listener(TrainingProgress)` after each change, on a thread of its own; returns what removes it."""
@@ -85,6 +93,10 @@ class TunewatchCallback(TrainerCallback):
         if self._active:
             self._reporter.evaluate(state, control)
 
+    def on_predict(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        if self._active:
+            self._reporter.predict()
+
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._active:
             self._reporter.save(args, state)
@@ -103,7 +115,12 @@ class TunewatchCallback(TrainerCallback):
         try:
             if self._reporter is None:
                 self._reporter = Reporter(self._open_writer(state), self.tracker)
-            self._active = not self._reporter.writer.inert and claim(self._reporter, control)
+            training = process_globals().get("training")
+            self._active = (
+                not self._reporter.writer.inert
+                and training in (None, self._reporter)
+                and claim(self._reporter, control)
+            )
         except Exception as error:
             self._active = False
             print(f"tunewatch: not watching this training: {error}", file=sys.stderr)

@@ -14,7 +14,7 @@ from typing import Any
 
 # Ordered: the first match decides. Each pattern is looked for in "TypeName: message".
 _MESSAGES: tuple[tuple[str, str], ...] = (
-    ("shm", r"DataLoader worker.*(Bus error|shared memory)|insufficient shared memory|No space left on device.*/dev/shm"),
+    ("shm", r"DataLoader worker.*(Bus error|shared memory)|insufficient shared memory|No space left on device.*/dev/shm|(write to file|shared memory|resize).*</?torch_\d.*No space left|/dev/shm/.*No space left"),
     ("oom_host", r"DataLoader worker.*killed by signal: Killed"),
     ("oom_gpu", r"(CUDA|HIP|XPU|NPU) out of memory|MPS backend out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDA error: out of memory"),
     ("oom_gpu", r"^(torch\.)?OutOfMemoryError"),
@@ -22,9 +22,10 @@ _MESSAGES: tuple[tuple[str, str], ...] = (
     ("disk_full", r"No space left on device|os error 28|Disk quota exceeded|os error 122|file write failed|PytorchStreamWriter failed writing|inline_container\.cc.*unexpected pos"),
     ("nccl_timeout", r"(NCCL|collective operation|ProcessGroup\w+).*(timeout|timed out)|Watchdog caught collective|Timed out waiting \d+ms for (recv|send)"),
     ("gpu_lost", r"unspecified launch failure|fallen off the bus|GPU is lost|uncorrectable ECC|device handle for GPU|no CUDA-capable device"),
+    ("config", r"^(RepositoryNotFoundError|RevisionNotFoundError)"),  # the hub says 401 for a name it does not have
     ("auth", r"GatedRepoError|LocalTokenNotFound|gated repo|\b401\b.*(Unauthorized|Client Error)|\b403\b.*Forbidden|Invalid user token|Please log in|Unauthorized for url"),
     ("checkpoint_corrupt", r"SafetensorError|Weights only load failed|PytorchStreamReader failed|incomplete metadata, file not fully covered|Can't find a valid checkpoint|checkpoint is corrupt"),
-    ("config", r"RepositoryNotFoundError|RevisionNotFoundError|is not a local folder and is not a valid model identifier|Repo id must|No such (model|repo)|HFValidationError"),
+    ("config", r"is not a local folder and is not a valid model identifier|Repo id must|No such (model|repo)|HFValidationError"),
     ("config", r"Target modules .* not found|unexpected keyword argument|No module named|ImportError|ModuleNotFoundError|PackageNotFoundError|not support(ed)? bf16|doesn't support (bf16|fp16)|Your setup doesn't support"),
     ("config", r"No valid checkpoint found|Unrecognized (model|configuration)|is not a valid .*Strategy|ValidationError|requires the .* library"),
     ("hub", r"HfHubHTTPError|LocalEntryNotFoundError|OfflineModeIsEnabled|Connection error.*hugging|couldn't connect to|We couldn't connect"),
@@ -39,6 +40,7 @@ _DATA_FRAMES = (
     "data_utils.py",
     "arrow_dataset.py",
     "datasets/",
+    "torch/utils/data/",
     "tokenization_",
 )
 _CONFIG_FRAMES = (
@@ -102,7 +104,7 @@ def safe_detail(error: BaseException) -> str:
     """Return words about the exception that quote no data: ours, or figures of a known message."""
     for link in _chain(error):
         if isinstance(getattr(link, "tunewatch_reason", None), str):
-            return str(link)[:500]
+            return _message(link)[:500]
         failed = _of_torchrun(link)
         if failed is not None:
             return (
@@ -110,10 +112,10 @@ def safe_detail(error: BaseException) -> str:
                 if failed[1] < 0
                 else f"rank {failed[0]} exited with {failed[1]}"
             )
-        tried = re.search(r"Tried to allocate ([\d.]+ [KMGT]iB)", str(link))
+        tried = re.search(r"Tried to allocate ([\d.]+ [KMGT]iB)", _message(link))
         if tried:
             return f"tried to allocate {tried.group(1)}"
-        tried = re.search(r"you tried to allocate (\d+) bytes", str(link))
+        tried = re.search(r"you tried to allocate (\d+) bytes", _message(link))
         if tried:
             return f"tried to allocate {int(tried.group(1)) / 2**30:.1f} GiB"
         if isinstance(link, OSError) and link.errno is not None:
@@ -124,10 +126,17 @@ def safe_detail(error: BaseException) -> str:
     return ""
 
 
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # a class of the user's whose text can not be made
+        return ""
+
+
 def _chain(error: BaseException) -> list[BaseException]:
     links: list[BaseException] = []
     link: BaseException | None = error
-    while link is not None and link not in links and len(links) < 8:
+    while link is not None and all(link is not known for known in links) and len(links) < 8:
         links.append(link)
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     return links
@@ -138,10 +147,10 @@ def _classify_one(error: BaseException) -> str | None:
         return "cancelled" if isinstance(error, KeyboardInterrupt) else None
     number = getattr(error, "errno", None)
     if number in (errno.ENOSPC, errno.EDQUOT):
-        return "disk_full"
+        return "shm" if str(getattr(error, "filename", "")).startswith("/dev/shm/") else "disk_full"
     if number == errno.ENOMEM:
         return "oom_host"
-    text = f"{type(error).__name__}: {error}"[:20_000]
+    text = f"{type(error).__name__}: {_message(error)}"[:20_000]
     for reason, pattern in _COMPILED:
         if pattern.search(text):
             return reason

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -55,11 +54,13 @@ class _TrainerFinder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != TARGET:
             return None
-        sys.meta_path.remove(self)  # first, or find_spec below would come back here
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
-        return spec
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None) if finder is not self else None
+            spec: importlib.machinery.ModuleSpec | None = find(fullname, path, target) if find else None
+            if spec is not None and spec.loader is not None:
+                spec.loader = _Loader(spec.loader)
+                return spec
+        return None
 
 
 class _Loader(importlib.abc.Loader):
@@ -83,9 +84,22 @@ class _Loader(importlib.abc.Loader):
 
 def _join(module: Any) -> None:
     from .callback import TunewatchCallback
+    from .tap import install
 
-    if not any(
-        getattr(item, "__name__", "") == TunewatchCallback.__name__ for item in module.DEFAULT_CALLBACKS
-    ):
+    if not any(getattr(item, "is_tunewatch", False) for item in module.DEFAULT_CALLBACKS):
         module.DEFAULT_CALLBACKS.append(TunewatchCallback)
-    RunWriter.from_environment().phase("prepare", "transformers imported")
+    install(module.Trainer)
+    process_globals()["attach"] = TunewatchCallback
+    if not _helper_process():
+        RunWriter.from_environment().phase("prepare", "transformers imported")
+
+
+def _helper_process() -> bool:
+    """Whether multiprocessing started this interpreter (a dataloader worker, a tokenizing process).
+
+    It imports what the main script imports, but it is not the training, and must not take the training's pulse. One
+    that does train (`torch.multiprocessing.spawn`) reports from its trainer on, when it knows its rank.
+    """
+    return any(
+        "--multiprocessing-fork" in item or ".forkserver import main" in item for item in sys.orig_argv
+    )

@@ -77,13 +77,13 @@ class NonFiniteWatch:
             self._host[which] = self._host[which] or not math.isfinite(value)
             return
         value = value.detach()
+        if hasattr(value, "full_tensor"):  # a DTensor: its local part is enough, every rank looks at its own
+            value = value.to_local()
         if value.device.type == "cpu":
             finite = math.isfinite(value) if value.numel() == 1 else bool(torch.isfinite(value).all())
             self._host[which] = self._host[which] or not finite
             return
-        if hasattr(value, "full_tensor"):  # a DTensor: its local part is enough, every rank looks at its own
-            value = value.to_local()
-        if self._device is None or self._device.device != value.device:
+        if self._device is None:
             self._device = _DeviceFlags(torch, value.device)
         self._device.mark(which, value)
 
@@ -103,14 +103,19 @@ class _DeviceFlags:
         self._free = list(range(SLOTS))
         self._under_way: deque[tuple[int, list[bool], bool, int, Any]] = deque()
         self._held: list[bool] = [False, False]
+        self._held_skipped = False
         self._last_step = 0
 
     def mark(self, which: int, value: Any) -> None:
         with self._torch.no_grad():
-            self._views[which].logical_or_(self._torch.isfinite(value).all().logical_not())
+            bad = self._torch.isfinite(value).all().logical_not()
+            if bad.device != self.device:  # a model spread over several devices
+                bad = bad.to(self.device, non_blocking=True)
+            self._views[which].logical_or_(bad)
 
     def step_end(self, step: int, host: list[bool], skipped: bool) -> list[StepFinding]:
         host = [host[0] or self._held[0], host[1] or self._held[1]]
+        skipped = skipped or self._held_skipped
         self._last_step = step
         if self._free and self._make_event is not None:
             slot = self._free.pop()
@@ -119,9 +124,9 @@ class _DeviceFlags:
             event.record()
             self._flags.zero_()
             self._under_way.append((step, host, skipped, slot, event))
-            self._held = [False, False]
-        else:
-            self._held = host  # the flags stay set on the device; the next copy tells of this step too
+            self._held, self._held_skipped = [False, False], False
+        else:  # the flags stay set on the device; the next copy tells of this step too
+            self._held, self._held_skipped = host, skipped
         return self._arrived()
 
     def _arrived(self, *, wait: bool = False) -> list[StepFinding]:
@@ -142,9 +147,11 @@ class _DeviceFlags:
         found = self._arrived(wait=True)
         loss, norm = self._flags.tolist()
         if loss or norm or any(self._held):
-            found.append(StepFinding(self._last_step, loss or self._held[0], norm or self._held[1], False))
+            found.append(
+                StepFinding(self._last_step, loss or self._held[0], norm or self._held[1], self._held_skipped)
+            )
         self._flags.zero_()
-        self._held = [False, False]
+        self._held, self._held_skipped = [False, False], False
         return found
 
 

@@ -37,8 +37,9 @@ class Pace:
         self._steps += count
 
     def pause(self, seconds: float) -> None:
-        """Note time spent in an evaluation or a save."""
-        self._pauses += max(0.0, seconds)
+        """Note time spent in an evaluation or a save; one before the first step (`eval_on_start`) does not recur."""
+        if self._steps:
+            self._pauses += max(0.0, seconds)
 
     @property
     def seconds_per_step(self) -> float | None:
@@ -53,6 +54,6 @@ class Pace:
     def eta(self, step: float | None, max_steps: float | None) -> float | None:
         """Seconds until `max_steps`; None while it can not be known, never negative."""
         per_step = self.seconds_per_step
-        if per_step is None or step is None or max_steps is None or max_steps <= 0:
+        if per_step is None or step is None or max_steps is None or not max_steps > 0 or step != step:
             return None
         return max(0.0, max_steps - step) * (per_step + self._pauses / self._steps)

@@ -77,7 +77,10 @@ class ProgressTracker:
             return self._progress
 
     def add_progress_callback(self, listener: Listener) -> Callable[[], None]:
-        """Call `listener(progress)` after each update, on a thread of its own; returns a function that ends it."""
+        """Call `listener(progress)` after each update, on a thread of its own; returns a function that ends it.
+
+        What is under way then is finished, nothing more is delivered.
+        """
         thread = _ListenerThread(listener, self._queue_size, self._count_error)
         with self._lock:
             self._listeners.append(thread)
@@ -85,13 +88,16 @@ class ProgressTracker:
 
     def remove_progress_callback(self, listener: Listener) -> None:
         """Stop calling `listener`; one that was never added is no error."""
-        for thread in [thread for thread in self._listeners if thread.listener == listener]:
+        with self._lock:
+            threads = [thread for thread in self._listeners if thread.listener == listener]
+        for thread in threads:
             self._remove(thread)
 
     def _remove(self, thread: _ListenerThread) -> None:
         with self._lock:
-            if thread in self._listeners:
-                self._listeners.remove(thread)
+            if thread not in self._listeners:
+                return
+            self._listeners.remove(thread)
         thread.close()
 
     def _count_error(self) -> None:
@@ -103,32 +109,36 @@ class _ListenerThread:
     def __init__(self, listener: Listener, size: int, on_error: Callable[[], None]) -> None:
         self.listener = listener
         self._on_error = on_error
+        self._closed = False
         self._queue: queue.Queue[TrainingProgress | None] = queue.Queue(size)
         self._thread = threading.Thread(target=self._run, name="tunewatch-listener", daemon=True)
         self._thread.start()
 
     def offer(self, progress: TrainingProgress) -> bool:
         """Queue an update; False when the oldest one had to make room."""
+        return self._put(progress)
+
+    def close(self) -> None:
+        """End the thread; what is still queued is not delivered any more."""
+        self._closed = True
+        self._put(None)
+
+    def _put(self, item: TrainingProgress | None) -> bool:
+        # There is one producer at a time: the tracker while the listener is in its list, then `close`.
         try:
-            self._queue.put_nowait(progress)
+            self._queue.put_nowait(item)
         except queue.Full:
             try:
                 self._queue.get_nowait()
-            except queue.Empty:
-                pass
-            self._queue.put_nowait(progress)  # the one producer holds the tracker's lock
+            except queue.Empty:  # the listener has just taken it
+                self._queue.put_nowait(item)
+                return True
+            self._queue.put_nowait(item)
             return False
         return True
 
-    def close(self) -> None:
-        try:
-            self._queue.put_nowait(None)
-        except queue.Full:
-            self._queue.get_nowait()
-            self._queue.put_nowait(None)
-
     def _run(self) -> None:
-        while (progress := self._queue.get()) is not None:
+        while (progress := self._queue.get()) is not None and not self._closed:
             try:
                 self.listener(progress)
             except BaseException:  # even SystemExit: it would end only this thread, and silently

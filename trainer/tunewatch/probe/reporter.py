@@ -24,6 +24,7 @@ from .values import split_finite
 from .writer import RunWriter, process_globals
 
 _Method = TypeVar("_Method", bound=Callable[..., None])
+_THREAD = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # macOS knows no threads there
 _FIRST_BUCKET = INDEX["step_bucket_0"]
 _VERSIONS = (
     "torch",
@@ -48,7 +49,7 @@ def _quiet(method: _Method) -> _Method:
     @functools.wraps(method)
     def hook(self: Reporter, *args: Any, **kwargs: Any) -> None:
         began, cpu_before = time.perf_counter(), time.thread_time()
-        before = resource.getrusage(resource.RUSAGE_THREAD)
+        before = resource.getrusage(_THREAD)
         try:
             method(self, *args, **kwargs)
         except Exception:
@@ -61,7 +62,7 @@ def _quiet(method: _Method) -> _Method:
         pulse.add("hook_seconds", spent)
         if spent <= pulse.get("hook_max_seconds"):
             return
-        after = resource.getrusage(resource.RUSAGE_THREAD)
+        after = resource.getrusage(_THREAD)
         cost = spent if after.ru_nvcsw > before.ru_nvcsw else cpu
         if after.ru_nivcsw == before.ru_nivcsw and cost > pulse.get("hook_max_seconds"):
             pulse.update(hook_max_seconds=cost)
@@ -86,7 +87,8 @@ class Reporter:
         self._step_end: float | None = None  # perf_counter of the last step's end
         self._pauses = 0.0  # evaluation and saving since then
         self._pause_began: float | None = None
-        self._busy = "prepare"
+        self._busy = self._outside = "prepare"  # the phase now, and the one when no training runs
+        self._busy_since = 0.0
         self._eval_batches = 0
         self._bad_steps = 0
         self._streak = 0
@@ -140,6 +142,7 @@ class Reporter:
         self._began = time.monotonic()
         self._step_end, self._pauses, self._pause_began = None, 0.0, None
         self.pace.reset()
+        self.watch = NonFiniteWatch()  # what the attempt before left behind is not of this one
         step = int(state.global_step)
         if pulse is not None:
             pulse.update(step=step, max_steps=_or_nan(_limit(state.max_steps)), first_step=1.0)
@@ -148,7 +151,7 @@ class Reporter:
             self.writer.event("device", gpus=gpus)
         if self._main:
             model = objects.get("model")
-            self.writer.event("provenance", info=_info(args, state, model), environment=_environment())
+            self._provenance(args, state, model)
             self.writer.event(
                 "train_begin",
                 step=step,
@@ -176,7 +179,8 @@ class Reporter:
     @_quiet
     def step_begin(self) -> None:
         if self._step_end is None:
-            self._step_end = time.perf_counter()  # the first step counts from here, not from the imports
+            # The first step counts from here, not from the imports or an evaluation on start.
+            self._step_end, self._pauses = time.perf_counter(), 0.0
         self._enter("compute")
 
     @_quiet
@@ -204,7 +208,7 @@ class Reporter:
         elapsed = time.monotonic() - self._began
         self.tracker.update(
             step=step, max_steps=_limit(state.max_steps), epoch=state.epoch,
-            elapsed_seconds=elapsed, eta_seconds=self.pace.eta(step, state.max_steps),
+            elapsed_seconds=elapsed, eta_seconds=self.pace.eta(step, _limit(state.max_steps)),
         )  # fmt: skip
 
     @_quiet
@@ -226,8 +230,7 @@ class Reporter:
 
     @_quiet
     def prediction_step(self) -> None:
-        if self._busy != "evaluate":
-            self._begin_pause("evaluate", "")
+        self._find_pause("evaluate", "")
         self._eval_batches += 1
         pulse = self.writer.pulse
         if pulse is not None:
@@ -248,18 +251,25 @@ class Reporter:
         if getattr(control, "should_save", False):
             self._begin_pause("save", f"checkpoint-{int(state.global_step)}")
         else:
-            self._enter("data")
+            self._rest()
+
+    @_quiet
+    def predict(self) -> None:
+        self._end_pause()
+        self._eval_batches = 0
+        self._rest()
 
     @_quiet
     def save(self, args: Any, state: Any) -> None:
-        seconds = self._end_pause() if self._busy == "save" else None
+        self._find_pause("save", f"checkpoint-{int(state.global_step)}")
+        seconds = self._end_pause()
         pulse = self.writer.pulse
         if pulse is not None:
             pulse.add("saves")
         if self._main:
             step = int(state.global_step)
             self.writer.event("save", step=step, checkpoint=f"checkpoint-{step}", seconds=seconds)
-        self._enter("data")
+        self._rest()
 
     @_quiet
     def epoch_end(self, state: Any, control: Any) -> None:
@@ -279,20 +289,38 @@ class Reporter:
                 "train_end", step=int(state.global_step), max_steps=_limit(state.max_steps),
                 requested_stop=bool(getattr(control, "should_training_stop", False)),
             )  # fmt: skip
-        self._busy = "package"
+        self._end_pause()
+        self._busy = self._outside = "package"
         self.writer.phase("package", "after the training")
+        self.tracker.update(state="packaging", eta_seconds=None)
 
     # -- inside -------------------------------------------------------------------------------------------
 
     def _enter(self, phase: str) -> None:
-        self._busy = phase
+        self._busy, self._busy_since = phase, time.perf_counter()
         self.writer.enter(phase)
 
-    def _begin_pause(self, phase: str, detail: str) -> None:
+    def _rest(self) -> None:
+        """An evaluation or a save is over: back to what goes on without them."""
+        self._enter("data" if self._training else self._outside)
+
+    def _find_pause(self, phase: str, detail: str) -> None:
+        """Find that an evaluation or a save goes on which was not announced.
+
+        A later callback asked for it, or this is the second of several evaluation sets. Between two steps nothing else
+        happens but waiting for data, so it began where that (or what was announced instead) seemed to begin.
+        """
+        if self._busy == phase:
+            return
+        since = self._busy_since if self._busy == "data" else self._pause_began
+        self._pause_began = None
+        self._begin_pause(phase, detail, since=since)
+
+    def _begin_pause(self, phase: str, detail: str, *, since: float | None = None) -> None:
         if self._busy == phase:
             return
         self._end_pause()
-        self._pause_began = time.perf_counter()
+        self._pause_began = time.perf_counter() if since is None else since
         self._busy = phase
         if self._main:
             self.writer.phase(phase, detail)
@@ -310,6 +338,10 @@ class Reporter:
 
     def _leave_training(self) -> None:
         self._training, self._trainer, self._tapped = False, None, False
+
+    @_quiet
+    def _provenance(self, args: Any, state: Any, model: Any) -> None:
+        self.writer.event("provenance", info=_info(args, state, model), environment=_environment())
 
     def _publish_step(self, pulse: Pulse, state: Any, step: int, seconds: float, skipped: bool) -> None:
         bucket = next((i for i, bound in enumerate(STEP_BUCKETS) if seconds <= bound), len(STEP_BUCKETS))
@@ -329,7 +361,7 @@ class Reporter:
         pulse = self.writer.open_pulse() if findings else None
         for found in findings:
             if not found.bad:
-                if self._streak:
+                if self._streak and not (found.loss or found.grad_norm):
                     self.writer.event("finite", step=found.step)
                     self._streak = 0
                     if pulse is not None:
@@ -368,10 +400,11 @@ class Reporter:
         has = {name: _holds(folder, prefix) for name, prefix in _STATE_FILES.items()}
         optimizer: bool | None = None
         try:
-            # An optimizer without state of its own (plain SGD) is restored when its file was there.
-            optimizer = len(objects["optimizer"].state) > 0 or (
-                bool(has["optimizer"]) and bool(has["scheduler"])
-            )
+            if len(objects["optimizer"].state) > 0:
+                optimizer = True
+            elif not _holds(folder, "global_step"):  # DeepSpeed keeps the state there, and to itself
+                # One without state of its own (plain SGD) is restored when its file was there.
+                optimizer = None if folder is None else bool(has["optimizer"] and has["scheduler"])
         except (KeyError, AttributeError, TypeError):
             pass
         scheduler: bool | None = None
@@ -424,6 +457,9 @@ def _or_nan(value: float | None) -> float:
 
 
 def _gpu_uuids(args: Any) -> list[str]:
+    """The GPUs of this rank, in NVML's spelling; the demo lends a simulated one to a machine that has none."""
+    if simulated := os.environ.get("TUNEWATCH_SIMULATED_GPU"):
+        return [simulated]
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return []

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from .writer import process_globals
+from .writer import RunWriter, process_globals
 
 
 class Sink(Protocol):
@@ -27,19 +27,18 @@ class Sink(Protocol):
 
 def install(trainer_class: Any) -> None:
     """Wrap `transformers.Trainer.train`; a second call in the same process does nothing."""
-    shared = process_globals()
-    if shared.get("tapped") is trainer_class:
-        return
-    shared["tapped"] = trainer_class
     original = trainer_class.train
+    if getattr(original, "_tunewatch_tap", False):
+        return
 
     @functools.wraps(original)
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _, sink = shared.get("owners", {}).get(id(getattr(self, "control", None)), (None, None))
-        if sink is None or shared.get("training"):
+        shared = process_globals()
+        sink = None if shared.get("training") else _find_sink(self)
+        if sink is None:
             return original(self, *args, **kwargs)
-        shared["training"] = True
-        undo = _tap_instance(self, sink)
+        shared["training"] = sink  # a trainer that runs inside of this one is none of our business
+        undos = _tap_instance(self, sink)
         try:
             resume = kwargs.get("resume_from_checkpoint", args[0] if args else None)
             sink.training_begins(self, resume)
@@ -51,13 +50,45 @@ def install(trainer_class: Any) -> None:
             sink.training_returned()
             return result
         finally:
-            shared["training"] = False
-            undo()
+            shared["training"] = None
+            for undo in undos:
+                undo()
 
+    train._tunewatch_tap = True  # type: ignore[attr-defined]
     trainer_class.train = train
 
 
-def _tap_instance(trainer: Any, sink: Sink) -> Callable[[], None]:
+def _find_sink(trainer: Any) -> Sink | None:
+    """Who reports on `trainer`.
+
+    Its callback may not know of it yet: it was added after the trainer was built, or (below `tunewatch exec`) the
+    trainer did not take transformers' list of default callbacks.
+    """
+    try:
+        if _owner(trainer) is None:
+            attached = process_globals().get("attach")
+            if attached is not None and not any(map(_is_ours, trainer.callback_handler.callbacks)):
+                trainer.add_callback(attached)
+            for callback in filter(_is_ours, trainer.callback_handler.callbacks):
+                callback.on_init_end(trainer.args, trainer.state, trainer.control)
+        return _owner(trainer)
+    except Exception:
+        RunWriter.from_environment().error()
+        return None
+
+
+def _is_ours(callback: Any) -> bool:
+    return bool(getattr(callback, "is_tunewatch", False))
+
+
+def _owner(trainer: Any) -> Sink | None:
+    control = getattr(trainer, "control", None)
+    held, sink = process_globals().get("owners", {}).get(id(control), (None, None))
+    return sink if held is control else None
+
+
+def _tap_instance(trainer: Any, sink: Sink) -> list[Callable[[], None]]:
+    """Wrap the trainer's own methods; returns what takes the wrappers away."""
     undos: list[Callable[[], None]] = []
     training_step = trainer.training_step
 
@@ -69,8 +100,8 @@ def _tap_instance(trainer: Any, sink: Sink) -> Callable[[], None]:
 
     undos.append(_replace(trainer, "training_step", tapped_step))
     accelerator = getattr(trainer, "accelerator", None)
-    if accelerator is not None:
-        clip = accelerator.clip_grad_norm_
+    clip = getattr(accelerator, "clip_grad_norm_", None)
+    if clip is not None:
 
         @functools.wraps(clip)
         def tapped_clip(*args: Any, **kwargs: Any) -> Any:
@@ -79,12 +110,7 @@ def _tap_instance(trainer: Any, sink: Sink) -> Callable[[], None]:
             return norm
 
         undos.append(_replace(accelerator, "clip_grad_norm_", tapped_clip))
-
-    def undo() -> None:
-        for step in undos:
-            step()
-
-    return undo
+    return undos
 
 
 def _replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
@@ -94,9 +120,11 @@ def _replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
     setattr(owner, name, value)
 
     def restore() -> None:
+        if vars(owner).get(name) is not value:
+            return  # somebody else has put theirs there
         if had:
             setattr(owner, name, before)
-        elif vars(owner).get(name) is value:
+        else:
             delattr(owner, name)
 
     return restore

@@ -60,6 +60,7 @@ class RunWriter:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._fd: int | None = None
+        self._hello: bytes | None = None
         self._torn = False
         self._pending: list[bytes] = []
         self._last_phase: tuple[str, str] | None = None
@@ -94,9 +95,12 @@ class RunWriter:
             return
         try:
             with self._lock:
+                if self._hello is None:
+                    self._hello = self._line("session", self._session_facts())
+                self._pending.append(self._line(event, fields))
                 if self._fd is None:
                     self._open()
-                self._append(self._line(event, fields))
+                self._flush()
         except Exception:
             self.error()
 
@@ -135,7 +139,7 @@ class RunWriter:
     def enter(self, phase: str) -> None:
         """Begin a phase in the pulse: the time since the last mark is counted for the phase that ends."""
         pulse = self.open_pulse()
-        if pulse is None:
+        if pulse is None or self.inert:
             return
         now = time.monotonic()
         since = pulse.get("phase_monotonic")
@@ -168,15 +172,22 @@ class RunWriter:
             self.error()
 
     def error(self) -> None:
-        """Note a fault of our own (the first few with their traceback, for the maintainers)."""
+        """Note the fault of our own that is being handled: the first few with their place, for the maintainers.
+
+        Without messages and source lines: they may quote data, and the user's exception may be among the causes.
+        """
         self.errors += 1
         if self.pulse is not None:
             self.pulse.add("hook_errors")
         if self._shown_errors < 3 and self.folder:
             self._shown_errors += 1
+            kind, _, trace = sys.exc_info()
+            frames = [
+                f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_tb(trace)
+            ]
             try:
                 with open(os.path.join(self.folder, ERRORS), "a", encoding="utf-8") as file:
-                    file.write(traceback.format_exc())
+                    file.write("\n  ".join([getattr(kind, "__name__", "?"), *frames]) + "\n")
             except OSError:
                 pass
 
@@ -198,27 +209,29 @@ class RunWriter:
         return text.encode("ascii") + b"\n"
 
     def _open(self) -> None:
-        os.makedirs(str(self.folder), mode=0o700, exist_ok=True)
         path = os.path.join(str(self.folder), EVENTS)
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.makedirs(str(self.folder), mode=0o700, exist_ok=True)
+            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError:
+            self._lost()
+            raise
         atexit.register(self._goodbye)
-        self._append(
-            self._line(
-                "session",
-                {
-                    "pid": self._pid,
-                    "process_start": process_start(self._pid),
-                    "world_size": self.world_size,
-                    "way": self.way,
-                    "interactive": hasattr(sys, "ps1") or "ipykernel" in sys.modules,
-                    "python": platform.python_version(),
-                },
-            )
-        )
+        if self._hello is not None:
+            self._pending.insert(0, self._hello)
 
-    def _append(self, line: bytes) -> None:
+    def _session_facts(self) -> dict[str, Any]:
+        return {
+            "pid": self._pid,
+            "process_start": process_start(self._pid),
+            "world_size": self.world_size,
+            "way": self.way,
+            "interactive": hasattr(sys, "ps1") or "ipykernel" in sys.modules,
+            "python": platform.python_version(),
+        }
+
+    def _flush(self) -> None:
         assert self._fd is not None
-        self._pending.append(line)
         while self._pending:
             data = b"\n" + self._pending[0] if self._torn else self._pending[0]
             try:

@@ -36,7 +36,8 @@ def _attach() -> None:
     _tunewatch_probe.hook.attach()
 
 
-if os.environ.get("TUNEWATCH_RUN_FOLDER"):
+# Once: it is imported again when the shadowed one raised, or somebody reloads it.
+if os.environ.get("TUNEWATCH_RUN_FOLDER") and "_tunewatch_probe" not in sys.modules:
     try:
         _attach()
     except Exception as error:
