@@ -501,3 +501,11 @@ def test_an_orderly_end_is_told_and_a_kill_is_not(tmp_path):
         child = python(code, tmp_path / end, end)
         assert child.wait(60) == (-signal.SIGKILL if end == "kill" else 0)
         assert [event["event"] for event in lines(tmp_path / end)] == expected
+
+
+def test_a_new_process_ends_the_torn_line_of_one_before(tmp_path):
+    (tmp_path / "events.jsonl").write_bytes(b'{"t": 1.0, "event": "lo')
+    RunWriter(str(tmp_path)).event("phase", phase="prepare")
+    lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert lines[0] == '{"t": 1.0, "event": "lo'
+    assert [json.loads(line)["event"] for line in lines[1:]] == ["session", "phase"]

@@ -525,3 +525,18 @@ def test_a_callback_session_is_found_by_its_process(tmp_path, monkeypatch):
     assert (snapshot.attached, snapshot.state) == (True, "preparing")
     assert story.supervisor._record.exceptions == []
     story.close()
+
+
+def test_a_helper_programs_exception_is_no_cause_and_ends_no_training():
+    """A script may run another Python program, and handle its failure."""
+    record = Record()
+    record.begin_session()
+    feed(record, "session", session="main", pid=1, world_size=1)
+    feed(record, "train_begin", session="main", step=0)
+    feed(record, "session", session="helper", pid=2, world_size=1)
+    feed(record, "exception", session="helper", type="KeyError", reason="data")
+    assert record.exceptions == []
+    assert record.training
+    feed(record, "exception", session="main", type="ValueError", reason="config")
+    assert [error["session"] for error in record.exceptions] == ["main"]
+    assert not record.training

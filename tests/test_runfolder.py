@@ -314,3 +314,14 @@ class TestEventReader:
         self.append(path, '{"event": "a"}\n{"event": "b"}\n{"event": "c"}\n')
         assert next(iter(reader.new()))["event"] == "a"
         assert self.names(reader) == ["b", "c"]
+
+
+def test_a_line_behind_a_torn_one_is_not_lost(tmp_path):
+    """One process was cut off in the middle of a line, another wrote on."""
+    path = tmp_path / "events.jsonl"
+    path.write_text(
+        '{"t": 1.0, "event": "log", "val{"t": 2.0, "event": "session"}\n{"t": 3.0, "event": "exit"}\n'
+    )
+    reader = EventReader(path)
+    assert [event["event"] for event in reader.new()] == ["session", "exit"]
+    assert reader.malformed == 1

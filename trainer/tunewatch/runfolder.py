@@ -231,6 +231,9 @@ class EventReader:
             event = json.loads(line, parse_constant=_not_json)
         except ValueError:
             self.malformed += 1
+            # Another process may have written on behind a line that a full disk had torn.
+            if (again := line.rfind(_LINE_START)) > 0:
+                yield from self._parse(line[again:])
             return
         if isinstance(event, dict) and isinstance(event.get("event"), str):
             yield event
@@ -239,6 +242,7 @@ class EventReader:
 
 
 _CHUNK = 1 << 20
+_LINE_START = b'{"t": '
 
 
 def _not_json(constant: str) -> NoReturn:

@@ -65,7 +65,6 @@ class RunWriter:
         self._pending: list[bytes] = []
         self._last_phase: tuple[str, str] | None = None
         self._last_phase_time = 0.0
-        self._exit_code: int | None = None
         self._shown_errors = 0
 
     # -- the process's one writer -------------------------------------------------------------------------
@@ -216,6 +215,9 @@ class RunWriter:
         except OSError:
             self._lost()
             raise
+        self._torn = _ends_torn(
+            path
+        )  # by a process that was killed, or out of space, in the middle of a line
         atexit.register(self._goodbye)
         if self._hello is not None:
             self._pending.insert(0, self._hello)
@@ -255,7 +257,16 @@ class RunWriter:
         del self._pending[:-MAX_PENDING]
 
     def _goodbye(self) -> None:
-        self.event("exit", code=self._exit_code)
+        self.event("exit")
+
+
+def _ends_torn(path: str) -> bool:
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size == 0:
+            return False
+        file.seek(size - 1)
+        return file.read(1) != b"\n"
 
 
 def process_globals() -> dict[str, Any]:

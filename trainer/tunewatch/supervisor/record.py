@@ -25,6 +25,9 @@ _KNOWN_KEYS = frozenset(
         "train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "step",
     }
 )  # fmt: skip
+_AGENT = ("ChildFailedError", "SignalException")
+"""What torchrun's agent raises: its word about its ranks counts."""
+
 _EVAL_BOOKKEEPING = ("_runtime", "_samples_per_second", "_steps_per_second", "_num_tokens")
 
 
@@ -215,9 +218,18 @@ class Record:
         self._unsaved.clear()
 
     def _on_exception(self, event: Mapping[str, Any]) -> None:
-        if not self.history:
-            self.exceptions.append(event)
-            self.training = False
+        if self.history or self._is_of_a_helper(event):
+            return
+        self.exceptions.append(event)
+        self.training = False
+
+    def _is_of_a_helper(self, event: Mapping[str, Any]) -> bool:
+        """Whether another Python program below the training raised it: what that means is for the training to say."""
+        session = str(event.get("session"))
+        facts = self.sessions.get(session)
+        if not self.trained or facts is None or session == self.main_session or event.get("type") in _AGENT:
+            return False
+        return facts.get("world_size", 1) == 1
 
     def _on_exit(self, event: Mapping[str, Any]) -> None:
         self.exited_sessions.add(str(event.get("session")))

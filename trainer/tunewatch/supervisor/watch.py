@@ -356,8 +356,6 @@ class Supervisor:
         resumable = checkpoints.newest_resumable(
             [item for item in self._checkpoints or () if self._is_sound(item)]
         )
-        ours = {self._process.pid} if self._process else set()
-        ours |= {int(facts["pid"]) for facts in record.sessions.values() if "pid" in facts}
         return Evidence(
             returncode=code,
             way=self._way,
