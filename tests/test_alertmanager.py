@@ -68,11 +68,12 @@ def test_rendered_config_is_valid_and_posts_elsewhere(tmp_path: Path, time_scale
         ("run-critical", ["alertname=TunewatchRunFailed", "run_id=a", "reason=nan", "severity=critical"]),
         ("run-critical", ["alertname=TunewatchRunVanished", "run_id=a", "severity=critical"]),
         ("run", ["alertname=TunewatchRunPreempted", "run_id=a", "severity=warning"]),
-        ("run", ["alertname=TunewatchGpuIdle", "run_id=a", "instance=gpu1:9460", "severity=warning"]),
+        ("run", ["alertname=TunewatchGpuIdleWhileTraining", "run_id=a", "uuid=GPU-1", "severity=warning"]),
         ("run-info", ["alertname=TunewatchRunFinished", "run_id=a", "severity=info"]),
         ("watchdog", ["alertname=TunewatchWatchdog", "severity=none"]),
         ("machine", ["alertname=TunewatchTargetDown", "instance=gpu1:9460", "severity=critical"]),
-        ("machine", ["alertname=TunewatchGpuXid", "instance=gpu1:9460", "uuid=GPU-1", "severity=critical"]),
+        ("machine", ["alertname=TunewatchGpuLost", "instance=gpu1:9460", "uuid=GPU-1", "severity=critical"]),
+        ("machine", ["alertname=TunewatchGpuSidecarBlind", "instance=gpu1:9460", "severity=warning"]),
         ("machine", ["alertname=TunewatchClockSkew", "instance=gpu1:9470", "severity=warning"]),
         ("default", ["alertname=DiskSlow", "severity=warning"]),
         ("default", ["alertname=DiskSlow", "run_id=", "instance=", "severity=critical"]),
@@ -239,6 +240,7 @@ def test_an_end_silences_the_lesser_alerts_of_its_run_and_no_other(
     alertmanager: _Alertmanager, source: str
 ) -> None:
     silenced = [
+        _alert("TunewatchGpuIdleWhileTraining", "warning", "a", uuid="GPU-1"),
         _alert("TunewatchResumeLost", "warning", "a"),
         _alert("TunewatchRunStalled", "critical", "a"),
     ]
@@ -248,6 +250,9 @@ def test_an_end_silences_the_lesser_alerts_of_its_run_and_no_other(
         _alert("TunewatchRunNonFinite", "critical", "a"),
         _alert("TunewatchRunStalled", "critical", "b"),
         _alert("TunewatchResumeLost", "warning", "b"),
+        _alert("TunewatchGpuIdleWhileTraining", "warning", "b", uuid="GPU-1"),
+        _alert("TunewatchGpuLost", "critical", instance="gpu1:9460", uuid="GPU-1"),
+        _alert("TunewatchGpuSidecarBlind", "warning", instance="gpu1:9460"),
         _alert("DiskSlow", "warning"),
         # Without run_id on either side `equal` would hold.
         _alert(source, "critical"),
@@ -256,7 +261,7 @@ def test_an_end_silences_the_lesser_alerts_of_its_run_and_no_other(
     )
 
     assert alertmanager.inhibited() == silenced
-    assert len(alertmanager.alerts()) == 12
+    assert len(alertmanager.alerts()) == 16
 
 
 def test_a_critical_alert_reaches_the_webhook_in_one_message_per_run(alertmanager: _Alertmanager) -> None:
@@ -285,3 +290,25 @@ def test_a_critical_alert_reaches_the_webhook_in_one_message_per_run(alertmanage
     assert sent("b") == ("/alerts", "run-critical", ["TunewatchRunStalled"])
     assert sent("c") == ("/alerts", "run-info", ["TunewatchRunFinished"])
     assert sent("none") == ("/watchdog", "watchdog", ["TunewatchWatchdog"])
+
+
+def test_what_befalls_one_machine_comes_in_one_message(alertmanager: _Alertmanager) -> None:
+    alertmanager.post(
+        _alert("TunewatchGpuLost", "critical", job="tunewatch-gpu", instance="gpu1:9460", uuid="GPU-1"),
+        _alert("TunewatchGpuLost", "critical", job="tunewatch-gpu", instance="gpu1:9460", uuid="GPU-2"),
+        _alert("TunewatchGpuSidecarBlind", "warning", job="tunewatch-gpu", instance="gpu2:9460"),
+        _alert("TunewatchGpuIdleWhileTraining", "warning", "a", uuid="GPU-1"),
+    )
+
+    messages: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    while len(messages) < 3:
+        _, message = alertmanager.webhook.posts.get(timeout=DEADLINE)
+        ((_, key),) = message["groupLabels"].items()
+        labels = [alert["labels"] for alert in message["alerts"]]
+        messages[message["receiver"], key] = sorted((own["alertname"], own.get("uuid", "")) for own in labels)
+
+    assert messages == {
+        ("machine", "gpu1:9460"): [("TunewatchGpuLost", "GPU-1"), ("TunewatchGpuLost", "GPU-2")],
+        ("machine", "gpu2:9460"): [("TunewatchGpuSidecarBlind", "")],
+        ("run", "a"): [("TunewatchGpuIdleWhileTraining", "GPU-1")],
+    }

@@ -22,7 +22,8 @@ from tunewatch.rules import (
     scale_durations,
 )
 from tunewatch.share import share_path
-from tunewatch.states import LIVE
+from tunewatch.states import LIVE, TRAINING, VALIDATING
+from tunewatch_gpu.metrics import METRICS as GPU_METRICS
 
 ROOT = Path(__file__).resolve().parents[1]
 RULES = sorted((ROOT / "prometheus" / "rules").glob("*.yml"))
@@ -42,7 +43,12 @@ CORRECTIVE_WORDS = {
     "TunewatchResumeLost": ("resume from a complete checkpoint", "accept"),
     "TunewatchRunFinished": ("review its samples",),
     "TunewatchWatchdog": ("dead man's switch",),
+    "TunewatchGpuLost": ("stop what hangs", "xid in the kernel log", "reset", "reboot"),
+    "TunewatchGpuSidecarBlind": ("nvidia-smi", "driver", "restart the sidecar"),
+    "TunewatchGpuIdleWhileTraining": ("data loading", "disk", "cpu", "rank"),
 }
+
+USES_THE_GPU = {"TunewatchGpuIdleWhileTraining"}
 
 
 def _binary(*names: str) -> str:
@@ -139,7 +145,8 @@ def test_rules_for_another_site_carry_its_addresses(tmp_path: Path) -> None:
     rendered = render_rules("https://watch.example.org/grafana/", "https://wiki.example.org/runbooks")
     alerts = [
         rule
-        for group in yaml.safe_load(rendered["alerts.yml"])["groups"]
+        for text in rendered.values()
+        for group in yaml.safe_load(text)["groups"]
         for rule in group["rules"]
         if "alert" in rule
     ]
@@ -191,9 +198,17 @@ def test_alert_is_labelled_and_described(name: str) -> None:
     assert missing == []
 
 
-def test_no_expression_depends_on_run_info() -> None:
-    """A run without its info series would lose its alert."""
-    assert [rule for rule in _rules() if "tunewatch_run_info" in rule["expr"]] == []
+def test_no_expression_depends_on_an_identity() -> None:
+    """A run or GPU without its info series would lose its alert."""
+    names = ("tunewatch_run_info", "tunewatch_gpu_info")
+    assert [rule for rule in _rules() if any(name in rule["expr"] for name in names)] == []
+
+
+def test_an_alert_about_a_gpu_is_about_a_run_or_keeps_its_machine() -> None:
+    """Notifications are grouped by one or the other."""
+    for name, alert in ALERTS.items():
+        if name.startswith("TunewatchGpu"):
+            assert re.search(r"by \((run_id, uuid|job, instance(, uuid)?)\)", alert["expr"]), name
 
 
 def test_every_alert_has_a_firing_case_and_its_text_checked() -> None:
@@ -217,12 +232,17 @@ def test_every_alert_has_a_firing_case_and_its_text_checked() -> None:
 
 
 def test_live_means_the_same_as_in_the_supervisor() -> None:
-    matchers = [
-        matcher for rule in _rules() for matcher in re.findall(r'\bstate(?:=~|!~)"([^"]*)"', rule["expr"])
-    ]
+    def states(named: bool) -> set[frozenset[str]]:
+        return {
+            frozenset(matcher.split("|"))
+            for rule in _rules()
+            if (rule.get("alert") in USES_THE_GPU) == named
+            for matcher in re.findall(r'\bstate(?:=~|!~)"([^"]*)"', rule["expr"])
+        }
 
-    assert matchers
-    assert {frozenset(matcher.split("|")) for matcher in matchers} == {LIVE}
+    assert states(named=False) == {LIVE}
+    # Loading a model and writing one to the disk leave a GPU idle for good reasons.
+    assert states(named=True) == {frozenset({TRAINING, VALIDATING})}
 
 
 def _metrics_used() -> set[str]:
@@ -238,6 +258,7 @@ def test_rules_use_only_metrics_that_exist() -> None:
     if importlib.util.find_spec("tunewatch.metrics") is None:
         pytest.skip("tunewatch.metrics is not there yet")
     names = set(importlib.import_module("tunewatch.metrics").METRIC_NAMES)
+    names |= {metric.name for metric in GPU_METRICS}
     series = names | {f"{name}{suffix}" for name in names for suffix in ("_sum", "_count", "_bucket")}
 
     used = _metrics_used()
@@ -333,7 +354,9 @@ def _seconds(duration: str) -> int:
     return sum(int(number) * units[unit] for number, unit in re.findall(r"(\d+)([hms])", duration))
 
 
-@pytest.mark.parametrize("name", ["vanished_test.yml", "ended_test.yml", "nonfinite_test.yml"])
+@pytest.mark.parametrize(
+    "name", ["vanished_test.yml", "ended_test.yml", "nonfinite_test.yml", "gpu_test.yml", "gpu_idle_test.yml"]
+)
 def test_rules_in_fast_time_do_the_same_in_less_time(tmp_path: Path, name: str) -> None:
     """The same samples 3 s instead of 15 s apart, each assertion at a fifth of its time.
 

@@ -360,6 +360,7 @@ def test_grafana_is_provisioned_where_there_is_one(tmp_path: Path, monkeypatch: 
         assert settings["GF_SERVER_HTTP_ADDR"] == "127.0.0.1"
         assert settings["GF_PATHS_PROVISIONING"] == str(tmp_path / "shipped" / "grafana" / "provisioning")
         assert settings["TUNEWATCH_PROMETHEUS_URL"] == stack.prometheus_url
+        assert settings["TUNEWATCH_ALERTMANAGER_URL"] == stack.alertmanager_url
         rules = "".join(path.read_text() for path in (home / "stack" / "rules").iterdir())
         assert f"dashboard_url: {url}/d/" in rules
     assert children_of(home) == []

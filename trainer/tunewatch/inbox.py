@@ -1,18 +1,21 @@
 """A notification inbox: receives Alertmanager's webhooks on loopback, keeps them, and can be asked for them.
 
 It stands in for the pager on a machine that has none: `tunewatch stack` prints what arrives, and
-`tunewatch doctor` proves with it that an alert gets through. The format is Alertmanager's webhook, version 4
+`tunewatch doctor` proves with it that an alert gets through. Alone it is `python -m tunewatch.inbox FILE`.
+The format is Alertmanager's webhook, version 4
 (https://prometheus.io/docs/alerting/latest/configuration/#webhook_config).
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import signal
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from http import HTTPStatus
@@ -155,11 +158,12 @@ def read_notifications(path: Path) -> Iterator[Notification]:
 
 
 class Inbox:
-    """The receiver: listens on 127.0.0.1 from construction until `close`.
+    """The receiver: listens on `host` from construction until `close`.
 
     Every notification is appended to `file` as one JSON line (the file is moved to `<file>.1` when it would
     pass 10 MB) and the last 1000 are kept in memory. `on_notification` is called with each, one at a time,
-    from a thread of the server. `port` 0 takes a free port; OSError when a named one is taken.
+    from a thread of the server. `port` 0 takes a free port; OSError when a named one is taken. Anybody who
+    reaches `host` may post.
 
     A file that can not be written (a full disk) loses no notification: it is still kept and passed on, and
     `file_error` says what went wrong.
@@ -169,11 +173,13 @@ class Inbox:
         self,
         file: Path,
         *,
+        host: str = "127.0.0.1",
         port: int = 0,
         on_notification: Callable[[Notification], None] = lambda _notification: None,
         max_file_bytes: int = MAX_FILE_BYTES,
     ) -> None:
         self.file = file
+        self.host = host
         self._on_notification = on_notification
         self._max_file_bytes = max_file_bytes
         self._arrived = threading.Condition()
@@ -181,7 +187,7 @@ class Inbox:
         self._count = 0
         self.file_error: OSError | None = None
         file.parent.mkdir(parents=True, exist_ok=True)
-        self._server = _Server(("127.0.0.1", port), _Handler)
+        self._server = _Server((host, port), _Handler)
         self._server.inbox = self
         serve = partial(self._server.serve_forever, poll_interval=0.05)  # how long `close` may wait
         self._thread = threading.Thread(target=serve, name="inbox", daemon=True)
@@ -194,7 +200,7 @@ class Inbox:
     @property
     def url(self) -> str:
         """The base address; notifications are posted to `<url>/alerts` and `<url>/watchdog`."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     @property
     def notifications(self) -> tuple[Notification, ...]:
@@ -308,3 +314,51 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Silent: what arrives is reported by the inbox, not by access lines on stderr."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command `python -m tunewatch.inbox`: prints what arrives until SIGTERM or SIGINT."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tunewatch.inbox",
+        description="Receive Alertmanager's webhooks, print each as a person would get it, and keep them.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("file", type=Path, help="the file that each notification is appended to, as JSON")
+    parser.add_argument(
+        "--listen",
+        type=_address,
+        default=("127.0.0.1", 9095),
+        metavar="HOST:PORT",
+        help="where Alertmanager posts to (default 127.0.0.1:9095; anybody who reaches it may post)",
+    )
+    options = parser.parse_args(arguments)
+    host, port = options.listen
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda _number, _frame: stop.set())
+    try:
+        inbox = Inbox(options.file, host=host, port=port, on_notification=_print)
+    except OSError as error:
+        parser.error(f"can not listen on {host}, port {port}: {error.strerror}")
+    with inbox:
+        print(f"notifications to {inbox.url}/alerts are shown here and kept in {inbox.file}", flush=True)
+        while not stop.wait(1.0):
+            if fault := inbox.file_error:
+                inbox.file_error = None
+                print(f"notifications are shown but not kept: {fault}", flush=True)
+
+
+def _print(notification: Notification) -> None:
+    if notification.path == "/alerts":  # the heartbeat comes every minute and means: all is well
+        print(format_notification(notification), flush=True)
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no HOST:PORT, such as 127.0.0.1:9095")
+    return host, int(port)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,14 +1,18 @@
 """Renders the shipped Prometheus and Alertmanager files for another site, and for time that runs faster.
 
 The shipped files are the truth: what is rendered here is those files with other addresses and, for
-demonstrations and end-to-end tests, with every duration divided by one factor.
+demonstrations and end-to-end tests, with every duration divided by one factor. `python -m tunewatch.rules`
+writes them to a folder; docker-compose.yml does so before Prometheus and Alertmanager start.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -64,14 +68,53 @@ _TEMPLATE_ACTION = re.compile(r'\{\{(?:"(?:[^"\\]|\\.)*"|`[^`]*`|(?!\}\}).)*\}\}
 _GO_STRING = re.compile(r'"(?:[^"\\]|\\.)*"|`[^`]*`')
 
 
+def write_configuration(
+    folder: Path,
+    *,
+    targets_dir: Path,
+    alertmanager: str,
+    webhook_url: str,
+    grafana_url: str | None = None,
+    runbook_url: str | None = None,
+    source: Path | None = None,
+) -> None:
+    """Writes prometheus.yml, alertmanager.yml and rules/ to `folder`, readable by everybody.
+
+    The arguments are those of `prometheus_config`, `alertmanager_config` and `render_rules`. Rule files that are
+    no longer there leave `folder`, too. Raises ValueError for a wrong address, before anything is written.
+    """
+    rules = render_rules(grafana_url, runbook_url, source=source)
+    configs = {
+        "prometheus.yml": prometheus_config(
+            rules_dir=folder.absolute() / "rules",
+            targets_dir=targets_dir,
+            alertmanager=alertmanager,
+            source=source,
+        ),
+        "alertmanager.yml": alertmanager_config(webhook_url=webhook_url, source=source),
+    }
+    rules_dir = folder / "rules"
+    shutil.rmtree(rules_dir, ignore_errors=True)
+    rules_dir.mkdir(parents=True)
+    rules_dir.chmod(0o755)
+    for name, text in (configs | {f"rules/{name}": text for name, text in rules.items()}).items():
+        (folder / name).write_text(text, encoding="utf-8")
+        (folder / name).chmod(0o644)
+
+
 def render_rules(
-    grafana_url: str | None = None, runbook_url: str | None = None, time_scale: float = 1.0
+    grafana_url: str | None = None,
+    runbook_url: str | None = None,
+    time_scale: float = 1.0,
+    *,
+    source: Path | None = None,
 ) -> dict[str, str]:
     """The shipped rule files as YAML text, by file name.
 
     `grafana_url` is what users open in a browser (`https://grafana.example.org`, with a path if it has one);
     `runbook_url` is the page under which `<AlertName>.md` lies. None keeps the shipped address. Comments are
-    kept unless `time_scale` is other than 1 (see `scale_durations`).
+    kept unless `time_scale` is other than 1 (see `scale_durations`). `source` is a copy of the shipped
+    `prometheus/` folder to render instead.
 
     Raises ValueError for an address that is not an http or https URL.
     """
@@ -83,7 +126,7 @@ def render_rules(
     shipped = re.compile("|".join(re.escape(url) for url in links))
 
     rendered = {}
-    for path in sorted(share_path("prometheus", "rules").glob("*.yml")):
+    for path in sorted(_source(source, "rules").glob("*.yml")):
         text = shipped.sub(lambda match: links[match[0]], path.read_text(encoding="utf-8"))
         if time_scale != 1:
             text = _dump(scale_durations(yaml.safe_load(text), time_scale))
@@ -98,13 +141,15 @@ def prometheus_config(
     alertmanager: str,
     prometheus: str = "127.0.0.1:9090",
     time_scale: float = 1.0,
+    source: Path | None = None,
 ) -> str:
     """The shipped prometheus.yml as YAML text, for files and servers at other places.
 
     `rules_dir` holds what `render_rules` gives; `targets_dir` is `$TUNEWATCH_HOME/targets`, with `gpu/` and
     `serve/` below it. `alertmanager` and `prometheus` (which scrapes itself) are `host:port`.
+    `source` is as in `render_rules`.
     """
-    config = _shipped("prometheus.yml")
+    config = yaml.safe_load(_source(source, "prometheus.yml").read_text(encoding="utf-8"))
     config["rule_files"] = [str(rules_dir / Path(pattern).name) for pattern in config["rule_files"]]
     config["alerting"]["alertmanagers"] = [{"static_configs": [{"targets": [alertmanager]}]}]
     for job in config["scrape_configs"]:
@@ -117,17 +162,19 @@ def prometheus_config(
     return _dump(scale_durations(config, time_scale))
 
 
-def alertmanager_config(*, webhook_url: str, time_scale: float = 1.0) -> str:
+def alertmanager_config(*, webhook_url: str, time_scale: float = 1.0, source: Path | None = None) -> str:
     """The shipped alertmanager.yml as YAML text, posting to another webhook.
 
     `webhook_url` is the address before the paths: alerts go to `<webhook_url>/alerts`, the heartbeat to
-    `<webhook_url>/watchdog`. Raises ValueError when it is not an http or https URL.
+    `<webhook_url>/watchdog`. Receivers at other addresses, which somebody added, stay. `source` is as in
+    `render_rules`. Raises ValueError when `webhook_url` is not an http or https URL.
     """
     base = _base_url("webhook_url", webhook_url)
-    config = _shipped("alertmanager.yml")
+    config = yaml.safe_load(_source(source, "alertmanager.yml").read_text(encoding="utf-8"))
     for receiver in config["receivers"]:
-        for webhook in receiver["webhook_configs"]:
-            webhook["url"] = base + webhook["url"].removeprefix(WEBHOOK_URL)
+        for webhook in receiver.get("webhook_configs", ()):
+            if webhook.get("url", "").startswith(f"{WEBHOOK_URL}/"):
+                webhook["url"] = base + webhook["url"].removeprefix(WEBHOOK_URL)
     return _dump(scale_durations(config, time_scale))
 
 
@@ -204,8 +251,8 @@ def _base_url(name: str, url: str) -> str:
     return url.rstrip("/")
 
 
-def _shipped(name: str) -> Any:
-    return yaml.safe_load(share_path("prometheus", name).read_text(encoding="utf-8"))
+def _source(source: Path | None, name: str) -> Path:
+    return share_path("prometheus", name) if source is None else source / name
 
 
 class _Dumper(yaml.SafeDumper):
@@ -221,3 +268,43 @@ _Dumper.add_representer(str, _represent_text)
 
 def _dump(document: Any) -> str:
     return yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=1000, allow_unicode=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command `python -m tunewatch.rules`, for sites that do not use the shipped addresses."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tunewatch.rules",
+        description="Write prometheus.yml, alertmanager.yml and rules/ with the addresses of this site.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("folder", type=Path, help="where to write them")
+    parser.add_argument(
+        "--targets", type=Path, required=True, help="where Prometheus finds $TUNEWATCH_HOME/targets"
+    )
+    parser.add_argument("--alertmanager", required=True, metavar="HOST:PORT", help="as Prometheus reaches it")
+    parser.add_argument("--webhook-url", required=True, help="as Alertmanager reaches it, without the paths")
+    parser.add_argument("--grafana-url", help="as people reach it; for the links in alerts")
+    parser.add_argument("--runbook-url", help="the page under which <AlertName>.md lies")
+    parser.add_argument(
+        "--source",
+        type=Path,
+        metavar="FOLDER",
+        help="the prometheus/ folder to read (default: the shipped one)",
+    )
+    options = parser.parse_args(arguments)
+    try:
+        write_configuration(
+            options.folder,
+            targets_dir=options.targets,
+            alertmanager=options.alertmanager,
+            webhook_url=options.webhook_url,
+            grafana_url=options.grafana_url,
+            runbook_url=options.runbook_url,
+            source=options.source,
+        )
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -35,6 +35,7 @@ from tunewatch.binaries import BinaryMissing, find_binary, installed_binary
 from tunewatch.inbox import Inbox, Notification, format_notification
 from tunewatch.lifeline import die_with_parent
 from tunewatch.rules import GRAFANA_URL, WEBHOOK_URL, alertmanager_config, prometheus_config, render_rules
+from tunewatch.runfolder import write_json
 from tunewatch.share import share_path
 
 PROMETHEUS_PORT = 9090
@@ -113,7 +114,8 @@ def add_static_target(home: Path, kind: TargetKind, address: str) -> Path:
     folder = home / "targets" / kind
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / (re.sub(r"[^\w.]+", "-", address).strip("-") + ".json")
-    _write(file, json.dumps([{"targets": [address], "labels": {}}]) + "\n")
+    # Readable by others: a Prometheus of the system is another user.
+    write_json(file, [{"targets": [address], "labels": {}}], mode=0o644)
     return file
 
 
