@@ -31,6 +31,7 @@ _ONE_SERIES = "the recorded series is already one per run (and reason)"
 _SAME_TIME = "the other side sees that state at the same time, and only a later sight counts"
 _ALL_ONES = "all that is left after `== 1` is 1, and the alerts aggregate again"
 _JOINED = "`and on (job, instance)` restricts the job, too"
+_INFO = "an info metric is always 1"
 _LIVE = '(state=~"preparing|training|validating|packaging")'
 EQUIVALENT: dict[tuple[str, str], str] = {
     ("run_state:tunewatch_run_state:last_seen", "max 1 to min"): _ALL_ONES,
@@ -56,6 +57,13 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ("TunewatchRunVanished", 'drop matcher 4 (job="tunewatch-serve")'): _JOINED,
     ("TunewatchRunVanished", 'drop matcher 6 (job="tunewatch-serve")'): _JOINED,
     ("TunewatchRunVanished", "max 3 dropped"): _FILTERED,
+    ("TunewatchGpuLost", "max 6 to min"): "it stands for 0 only",
+    ("TunewatchGpuSidecarBlind", "max 2 dropped"): _FILTERED,
+    ("TunewatchGpuIdleWhileTraining", "max 1 to min"): _INFO,
+    ("TunewatchGpuIdleWhileTraining", "max 3 dropped"): _FILTERED,
+    ("TunewatchGpuIdleWhileTraining", "max 4 dropped"): _FILTERED,
+    ("run:tunewatch_gpu_power_watts:sum", "max 2 to min"): _INFO,
+    ("run:tunewatch_gpu_energy_joules_per_token:rate5m", "max 2 to min"): _INFO,
 }
 
 _COMPARISON = re.compile(r"(?<![=!~<>{,])\s(==|!=|>=|<=|>|<)\s")
@@ -64,9 +72,13 @@ _MATCHER = re.compile(r'(?P<label>\w+)(?P<operator>=~|!~|!=|=)"(?P<value>[^"]*)"
 _NEGATED = {"=": "!=", "!=": "=", "=~": "!~", "!~": "=~"}
 _SET_OPERATOR = re.compile(r"^(?P<indent> *)(?P<operator>and|unless|or)\b.*$", re.MULTILINE)
 _RANGE = re.compile(r"\[(\d+)([smh])\]")
-_AGGREGATION = re.compile(r"\bmax (by \([^)]*\))")
-_OVER_TIME = re.compile(r"last_over_time(\((?:[^\[\]])*?)\[\w+\]")
-_NUMBER = re.compile(r"(?<=[<>] )[1-9]\d*\b")
+_AGGREGATION = re.compile(r"\b(max|sum|count) (by \([^)]*\))")
+_OTHER_AGGREGATION = {"max": "min", "sum": "max", "count": "max"}
+_OVER_TIME = re.compile(r"(last|avg)_over_time(\((?:[^\[\]])*?)\[\w+\]")
+_NUMBER = re.compile(r"(?<=[<>] )(?:[1-9]\d*|0\.\d+)\b")
+
+
+_PROGRESS_EVERY = 20
 
 
 @dataclass(frozen=True)
@@ -114,13 +126,14 @@ def mutate_expression(expression: str) -> Iterator[tuple[str, str]]:
         longer = f"[{int(text[0]) * 4}{text[1]}]"
         yield f"ranges longer ([{text[0]}{text[1]}])", expression.replace(f"[{text[0]}{text[1]}]", longer)
     for number, match in enumerate(_AGGREGATION.finditer(expression), 1):
-        yield f"max {number} to min", replaced(match, f"min {match[1]}")
-        yield f"max {number} dropped", replaced(match, "")
+        other = _OTHER_AGGREGATION[match[1]]
+        yield f"{match[1]} {number} to {other}", replaced(match, f"{other} {match[2]}")
+        yield f"{match[1]} {number} dropped", replaced(match, "")
     for number, match in enumerate(_OVER_TIME.finditer(expression), 1):
-        yield f"last_over_time {number} dropped", replaced(match, match[1])
+        yield f"{match[1]}_over_time {number} dropped", replaced(match, match[2])
     for number, match in enumerate(_NUMBER.finditer(expression), 1):
-        yield f"number {number} doubled ({match[0]})", replaced(match, str(int(match[0]) * 2))
-        yield f"number {number} halved ({match[0]})", replaced(match, str(int(match[0]) / 2))
+        yield f"number {number} doubled ({match[0]})", replaced(match, str(float(match[0]) * 2))
+        yield f"number {number} halved ({match[0]})", replaced(match, str(float(match[0]) / 2))
 
 
 def mutants(rules: dict[str, Any]) -> Iterator[Mutant]:
@@ -183,13 +196,18 @@ def main() -> int:
     }
     todo = [mutant for mutant in mutants(rules) if not chosen or mutant.name in chosen]
 
+    survivors = unexplained = 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        noticed = list(pool.map(lambda mutant: is_noticed(mutant, rules, promtool), todo))
-    survivors = [mutant for mutant, was_noticed in zip(todo, noticed, strict=True) if not was_noticed]
-    unexplained = [mutant for mutant in survivors if (mutant.name, mutant.mutation) not in EQUIVALENT]
-    for mutant in survivors:
-        print(f"  {mutant}  [{EQUIVALENT.get((mutant.name, mutant.mutation), 'NOT NOTICED')}]")
-    print(f"{len(todo)} mutants, {len(survivors)} survived, {len(unexplained)} of them unexplained")
+        noticed = pool.map(lambda mutant: is_noticed(mutant, rules, promtool), todo)
+        for number, (mutant, was_noticed) in enumerate(zip(todo, noticed, strict=True), 1):
+            if not was_noticed:
+                reason = EQUIVALENT.get((mutant.name, mutant.mutation))
+                survivors += 1
+                unexplained += reason is None
+                print(f"  {mutant}  [{reason or 'NOT NOTICED'}]", flush=True)
+            if number % _PROGRESS_EVERY == 0:
+                print(f"{number} of {len(todo)} mutants tried", file=sys.stderr, flush=True)
+    print(f"{len(todo)} mutants, {survivors} survived, {unexplained} of them unexplained")
     return 1 if unexplained else 0
 
 

@@ -127,7 +127,7 @@ class _Demo:
         self.say(f"\n{format_notification(notification)}\n")
 
     def _training(self) -> _Training:
-        environment = {**os.environ, "TUNEWATCH_HOME": str(self.home), "OMP_NUM_THREADS": "2"}
+        environment = {**os.environ, "TUNEWATCH_HOME": str(self.home), "OMP_NUM_THREADS": "1"}
         environment.pop("TUNEWATCH_FAULT", None)
         if not self.has_gpu:
             environment["TUNEWATCH_SIMULATED_GPU"] = simulated_uuid(0)
