@@ -80,7 +80,7 @@ class Story:
         if new_session:
             history = {"session_start": self.clock.time(), "history_bytes": self.folder.events.stat().st_size}
             self.folder.write("supervisor.json", history)
-        options = Options(port=0, target_file=False, patience=self.patience)
+        options = Options(port=0, target_file=False, patience=self.patience, walltime=7200.0)
         self.supervisor = Supervisor(self.folder, options)
         self.supervisor.adopt(os.getpid(), process_start(os.getpid()))
 

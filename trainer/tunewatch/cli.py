@@ -41,6 +41,9 @@ PatienceOption = Annotated[
 Name = Annotated[str | None, typer.Option(help="Name of the run, shown to people; need not be unique.")]
 RunId = Annotated[str | None, typer.Option("--run-id", help="Id of the run; default: a new one.")]
 Grace = Annotated[str, typer.Option(help="Time between a request to end and SIGKILL.")]
+Walltime = Annotated[
+    str | None, typer.Option(help="When the allocation ends, from now, e.g. 8h; shown as a deadline.")
+]
 NoLinger = Annotated[bool, typer.Option("--no-linger", help="Leave at once when the run has ended.")]
 
 
@@ -56,6 +59,7 @@ def exec_command(
     listen: Listen = None,
     patience: PatienceOption = None,
     grace: Grace = "60s",
+    walltime: Walltime = None,
     no_linger: NoLinger = False,
 ) -> None:
     """Run any training command and watch it: tunewatch exec -- python train.py
@@ -68,7 +72,7 @@ def exec_command(
         raise UsageError(
             "exec: no command given. Write it behind --, as in: tunewatch exec -- python train.py"
         )
-    options = _options(listen, patience, grace, no_linger)
+    options = _options(listen, patience, grace, no_linger, walltime)
     folder = create_run(
         run_id=run_id, name=name or Path(_script(command)).stem, way="exec", command=mask(command)
     )
@@ -96,13 +100,14 @@ def train(
     listen: Listen = None,
     patience: PatienceOption = None,
     grace: Grace = "60s",
+    walltime: Walltime = None,
     no_linger: NoLinger = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress display.")] = False,
 ) -> None:
     """Fine-tune with TRL's SFTTrainer and PEFT from a YAML file, watched from start to end."""
     from tunewatch.trainjob import prepare, run_job
 
-    options = _options(listen, patience, grace, no_linger)
+    options = _options(listen, patience, grace, no_linger, walltime)
     job = prepare(config, name=name, run_id=run_id, options=options)
     raise typer.Exit(run_job(job, quiet=quiet))
 
@@ -264,10 +269,19 @@ def _fail(error: Exception) -> NoReturn:
     sys.exit(2)
 
 
-def _options(listen: str | None, patience: list[str] | None, grace: str, no_linger: bool) -> Options:
+def _options(
+    listen: str | None,
+    patience: list[str] | None,
+    grace: str,
+    no_linger: bool,
+    walltime: str | None = None,
+) -> Options:
     try:
         options = Options(
-            linger=not no_linger, grace=parse_duration(grace), patience=parse_patience(patience or [])
+            linger=not no_linger,
+            grace=parse_duration(grace),
+            patience=parse_patience(patience or []),
+            walltime=parse_duration(walltime) if walltime is not None else None,
         )
     except DurationError as error:
         raise UsageError(str(error)) from error

@@ -170,6 +170,7 @@ METRICS: tuple[MetricDefinition, ...] = (
     D("last_step_timestamp_seconds", "gauge", "When the rank last finished a step, Unix time.", _last_steps, ("rank",)),
     D("last_activity_timestamp_seconds", "gauge", "Last sign of life (step, micro-batch, evaluation batch, phase), Unix time.", _one(lambda s: s.last_activity)),
     D("progress_deadline_timestamp_seconds", "gauge", "When silence will be called a stall, learned from the run's pace and phase.", _one(lambda s: s.deadline)),
+    D("walltime_deadline_timestamp_seconds", "gauge", "When the allocation ends (--walltime, walltime in the run file), Unix time.", _one(lambda s: s.walltime_deadline)),
     D("nonfinite_steps", "counter", "Steps of this session whose value was NaN or infinite and that were not skipped.", _each(lambda s: s.nonfinite_steps), ("what",)),
     D("nonfinite_streak", "gauge", "Such steps in a row, up to now.", _one(lambda s: s.nonfinite_streak)),
     D("first_nonfinite_step", "gauge", "First such step of this session.", _one(lambda s: s.first_nonfinite_step)),

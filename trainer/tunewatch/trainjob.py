@@ -54,7 +54,10 @@ def prepare(config_path: Path, *, name: str | None, run_id: str | None, options:
     path = folder.path / "config.yaml"
     path.touch(mode=0o600)
     path.write_text(config.to_yaml(), encoding="utf-8")
-    return Job(folder, replace(options, patience=_patience(config, options.patience)))
+    options = replace(
+        options, patience=_patience(config, options.patience), walltime=options.walltime or config.walltime
+    )
+    return Job(folder, options)
 
 
 def run_job(job: Job, *, quiet: bool) -> int:

@@ -70,6 +70,7 @@ class Snapshot:
     wasted_seconds: float = 0
     last_activity: float | None = None
     deadline: float | None = None
+    walltime_deadline: float | None = None
     nonfinite_steps: Mapping[str, float] = field(default_factory=dict)
     nonfinite_streak: float | None = None
     first_nonfinite_step: float | None = None

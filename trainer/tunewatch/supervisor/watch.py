@@ -58,6 +58,8 @@ class Options:
     grace: float = 60.0
     """Seconds between a request to end and SIGKILL."""
     target_file: bool = True
+    walltime: float | None = None
+    """Seconds after the session's start at which the allocation ends; None where nothing limits it."""
 
 
 class Supervisor:
@@ -529,6 +531,7 @@ class Supervisor:
             wasted_seconds=record.wasted_seconds,
             last_activity=main["activity_time"] if main else None,
             deadline=deadline + to_wall if deadline is not None else None,
+            walltime_deadline=self._session_start + self.options.walltime if self.options.walltime else None,
             nonfinite_steps=self._nonfinite_steps(),
             nonfinite_streak=record.rank_max("nonfinite_streak") if main else None,
             first_nonfinite_step=_known(main, "first_nonfinite_step"),
