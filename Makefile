@@ -30,10 +30,10 @@ demo: $(VENV)/.tools
 	$(BIN)/tunewatch demo $(if $(FAULT),--fault $(FAULT))
 
 test: $(VENV)/.tools
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 test-all: $(VENV)/.tools
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

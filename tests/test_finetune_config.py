@@ -51,7 +51,7 @@ def test_durations_become_seconds():
     config = parse_config(
         {
             **MINIMAL,
-            "patience": {"step": 300, "prepare": "5m", "save": "1.5h", "package": "90 s"},
+            "patience": {"step": 300, "prepare": "5m", "save": "1h30m", "package": "90 s"},
             "walltime": "2d",
         },
         base=BASE,
@@ -60,7 +60,7 @@ def test_durations_become_seconds():
     assert config.walltime == 172_800
 
 
-@pytest.mark.parametrize("value", ["soon", "5 parsecs", 0, "0m", -3, True, [5], "1h30m"])
+@pytest.mark.parametrize("value", ["soon", "5 parsecs", 0, "0m", -3, True, [5], "1h30"])
 def test_bad_durations(value):
     message = refused(patience={"step": value})
     assert message.startswith("patience.step: found ") and "5m" in message

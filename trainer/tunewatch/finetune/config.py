@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from tunewatch.durations import parse_duration
+from tunewatch.durations import DurationError, parse_duration
 from tunewatch.finetune.errors import ConfigError, nearest
 
 TINY_MODEL = "tunewatch:tiny"
@@ -56,7 +56,14 @@ _SECRET = re.compile(r"token|secret|passw|api_?key", re.IGNORECASE)
 _DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 
 
-Duration = Annotated[float, BeforeValidator(parse_duration)]
+def _duration(value: Any) -> float:
+    try:
+        return parse_duration(value)
+    except (DurationError, TypeError):
+        raise ValueError("a duration above 0, such as 300 (seconds), 90s, 5m or 1h30m") from None
+
+
+Duration = Annotated[float, BeforeValidator(_duration)]
 
 
 class _Section(BaseModel):
