@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from harness import Machine, wait_for
+from harness import Machine, scrape, wait_for
 
 ROOT = Path(__file__).parent.parent
 
@@ -39,6 +40,11 @@ def test_a_whole_run_raises_only_the_info_alert(machine: Machine):
     assert "[FIRING] info      TunewatchRunFinished" in output
     assert output.count("[FIRING]") == 1
     assert "As it should be." in output
+    # Run and GPU joined in Prometheus: the simulated card draws between 0 and its limit of 400 W.
+    drawn = re.search(r"a simulated GPU +up to (\d+) W, ([\d.e-]+) J per token", output)
+    assert drawn is not None, output
+    assert 0 < int(drawn[1]) <= 400
+    assert float(drawn[2]) > 0
     assert left_over(machine.home) == []
 
 
@@ -121,6 +127,20 @@ def test_without_the_train_extra_the_error_says_what_to_install(machine: Machine
         assert done.returncode == 2, done.stderr
         assert "pip install 'tunewatch[train]'" in done.stderr
         assert "Traceback" not in done.stderr
+    # The core alone has the sidecar, too.
+    sidecar = subprocess.Popen(
+        [bin_folder / "tunewatch-gpu", "--backend", "simulated", "--web.listen-address", "127.0.0.1:0"],
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert sidecar.stderr is not None
+        address = next(
+            found[1] for line in sidecar.stderr if (found := re.search(r"http://([\d.:]+)/", line))
+        )
+        wait_for(lambda: "tunewatch_gpu_up{" in scrape(address), what="a reading")
+    finally:
+        sidecar.terminate()
+        sidecar.wait(10)
     # The core alone watches any command.
     done = subprocess.run(
         [bin_folder / "tunewatch", "exec", "--no-linger", "--", "true"],

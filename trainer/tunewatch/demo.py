@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,7 @@ from tunewatch.inbox import Alert, Notification, format_notification
 from tunewatch.lifeline import die_with_parent
 from tunewatch.runfolder import new_run_id, tunewatch_home
 from tunewatch.share import share_path
-from tunewatch.stack import Stack, gpu_driver_is_here
+from tunewatch.stack import Stack, fetch, gpu_driver_is_here
 from tunewatch_gpu.simulated import simulated_uuid
 
 TIME_SCALE = 15.0
@@ -198,11 +200,30 @@ class _Demo:
             f"  alerts              {stack.alertmanager_url}/#/alerts",
             f"  the run             {folder} (verdict.json, events.jsonl, child.log)",
         ]
+        lines += self._gpu_line(stack)
         if (self.output_dir / "final").is_dir():
             lines.append(f"  its adapter         {self.output_dir / 'final'}")
         if self.fault_name is None:
             lines.append(f"Break it for real: make demo FAULT={'|'.join(FAULTS)}")
         self.say("\n".join(lines))
+
+    def _gpu_line(self, stack: Stack) -> list[str]:
+        """What the run's GPU drew, by the join of run and sidecar in Prometheus; nothing where that is not known."""
+        run = f'{{run_id="{self.run_id}"}}[10m]'
+        watts = _ask(stack, f"max_over_time(run:tunewatch_gpu_power_watts:sum{run})")
+        joules = _ask(stack, f"avg_over_time(run:tunewatch_gpu_energy_joules_per_token:rate5m{run})")
+        if watts is None:
+            return []
+        kind = "its GPU" if self.has_gpu else "a simulated GPU"
+        per_token = f", {joules:.3g} J per token" if joules is not None else ""
+        return [f"  {kind:<18}  up to {watts:.0f} W{per_token} (metrics of tunewatch-gpu, joined by uuid)"]
+
+
+def _ask(stack: Stack, query: str) -> float | None:
+    """The one value of an instant query, None where there is none."""
+    url = f"{stack.prometheus_url}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
+    result = json.loads(fetch(url))["data"]["result"]
+    return float(result[0]["value"][1]) if result else None
 
 
 class _Training:
