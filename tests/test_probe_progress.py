@@ -28,6 +28,9 @@ class Item:
     def __init__(self, value):
         self.value = value
 
+    def __repr__(self):
+        return f"Item({self.value!r})"
+
     def item(self):
         if isinstance(self.value, Exception):
             raise self.value
