@@ -14,6 +14,14 @@ from gpu_harness import FakeSmi, RunningSidecar, Scrape, uuid_of
 Start = Callable[..., RunningSidecar]
 
 
+def name_of(process: psutil.Process) -> str:
+    """The name of a process, "" when it has ended since it was listed."""
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return ""
+
+
 def smi_card(index: int, **changes: str) -> dict[str, str]:
     """The cells of one healthy card as nvidia-smi spells them."""
     cells = {
@@ -299,7 +307,7 @@ def test_a_program_that_hangs_is_killed_with_its_children(smi: FakeSmi, start: S
     calls = smi.calls()
     assert len([what for what, _ in calls if what == "start"]) >= 4
     assert "overlap" not in [what for what, _ in calls]
-    names = [process.name() for process in sidecar.processes()]
+    names = [name_of(process) for process in sidecar.processes()]
     assert names.count("sleep") <= 1, f"killed calls left their children behind: {names}"
 
 
@@ -310,7 +318,7 @@ def test_a_grandchild_that_keeps_the_pipes_open_does_not_delay(smi: FakeSmi, sta
     scrape = sidecar.wait_success(seconds=20)
     assert scrape.value("power_watts", uuid=uuid_of(0)) == 123.45
     sidecar.wait(lambda _: len(smi.calls()) > 12)
-    names = [process.name() for process in sidecar.processes()]
+    names = [name_of(process) for process in sidecar.processes()]
     assert names.count("sleep") <= 2, f"six calls left their children behind: {names}"
 
 
@@ -335,7 +343,7 @@ def test_what_a_killed_reader_leaves_behind_is_ended(smi: FakeSmi, start: Start)
     smi.put("grandchild")
     sidecar = start("--timeout", "60")
     deadline = time.monotonic() + 20
-    while not (sleeping := [process for process in sidecar.processes() if process.name() == "sleep"]):
+    while not (sleeping := [process for process in sidecar.processes() if name_of(process) == "sleep"]):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     sidecar.reader().kill()
