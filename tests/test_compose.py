@@ -250,7 +250,7 @@ def test_the_demo_writes_into_its_volumes_only() -> None:
     # `train` refuses an output_dir with checkpoints of an earlier run: the demo begins anew at each `up`.
     (command,) = SERVICES["trainer"]["command"]
     forget, train = command.split(" && exec ")
-    assert forget == f"rm -rf {output.relative_to('/work')}"
+    assert forget == f"rm -rf {output.relative_to('/workspace')}"
     assert train.startswith("tunewatch train examples/demo.yaml ")
     (environment,) = [
         dict(re.findall(r"(\w+)=(\S+)", i.arguments))

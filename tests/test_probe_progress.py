@@ -291,7 +291,7 @@ def test_unknown_before_the_first_step():
 
 
 def test_a_resume_counts_only_its_own_steps():
-    """B13: resumed at 900 of 1000, ten steps in 60 s: 90 steps of 6 s are left."""
+    """Resumed at 900 of 1000, ten steps in 60 s: 90 steps of 6 s are left."""
     pace = Pace()
     for _ in range(10):
         pace.step(6.0)

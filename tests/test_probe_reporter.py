@@ -273,7 +273,7 @@ def test_epoch_strategy(loop):
 
 
 def test_the_batch_size_search_starts_again(loop):
-    """B20: on_train_begin once more without an on_train_end, another number of steps."""
+    """on_train_begin once more without an on_train_end, another number of steps."""
     one = loop(max_steps=4)
     one.begin()
     one.step(compute=100.0)
