@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 
@@ -540,3 +541,35 @@ def test_a_helper_programs_exception_is_no_cause_and_ends_no_training():
     feed(record, "exception", session="main", type="ValueError", reason="config")
     assert [error["session"] for error in record.exceptions] == ["main"]
     assert not record.training
+
+
+def test_a_loss_that_the_filter_made_up_is_nan():
+    """logging_nan_inf_filter logs 0.0 for a dead run, and too little for a window with one bad micro-batch."""
+    record = Record()
+    record.begin_session()
+    feed(record, "session", session="s", pid=1, world_size=1)
+    feed(record, "train_begin", step=0, nan_filter=True, nan_visibility="each step")
+    log(record, 2, loss=4.2)
+    assert record.loss == 4.2
+    feed(record, "nonfinite", step=3, loss=True, grad_norm=False)
+    feed(record, "finite", step=4)
+    log(record, 4, loss=2.1)  # half of the truth
+    assert math.isnan(record.loss)
+    log(record, 6, loss=4.1)
+    assert record.loss == 4.1
+    feed(record, "nonfinite", step=7, loss=True, grad_norm=True)
+    for step in (8, 10, 12):
+        log(record, step, loss=0.0)
+        assert math.isnan(record.loss)
+
+
+def test_without_the_filter_a_logged_loss_is_what_it_was():
+    record = Record()
+    record.begin_session()
+    feed(record, "train_begin", step=0, nan_filter=False, nan_visibility="each step")
+    feed(record, "nonfinite", step=3, loss=True, grad_norm=False)
+    log(record, 4, nonfinite={"loss": "nan"})
+    assert math.isnan(record.loss)
+    feed(record, "finite", step=5)
+    log(record, 6, loss=3.0)
+    assert record.loss == 3.0

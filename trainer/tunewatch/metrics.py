@@ -152,7 +152,7 @@ METRICS: tuple[MetricDefinition, ...] = (
     D("optimizer_steps_skipped", "counter", "Optimizer steps that the fp16 loss scaler skipped in this session.", _one(lambda s: s.steps_skipped_total)),
     D("batch_size_restarts", "counter", "Times that auto_find_batch_size started again with a smaller batch in this session.", _one(lambda s: s.batch_size_restarts_total)),
     D("resumes", "counter", "Times that this session resumed from a checkpoint.", _one(lambda s: s.resumes_total)),
-    D("loss", "gauge", "Training loss as last logged; NaN when it was. The trainer may filter it: see nonfinite_steps_total.", _one(lambda s: s.loss)),
+    D("loss", "gauge", "Training loss as last logged; NaN when it was, and when the trainer's filter hid a NaN in it.", _one(lambda s: s.loss)),
     D("learning_rate", "gauge", "Learning rate as last logged (first parameter group).", _one(lambda s: s.learning_rate)),
     D("grad_norm", "gauge", "Gradient norm before clipping, of the last step of the logging window.", _one(lambda s: s.grad_norm)),
     D("train_loss_mean", "gauge", "Mean training loss of the session, from its end summary only.", _one(lambda s: s.train_loss_mean)),

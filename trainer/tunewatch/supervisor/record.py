@@ -74,6 +74,8 @@ class Record:
         """The step at which this session went on, 0 for a fresh start."""
         self.restored: Mapping[str, Any] = {}
         self.nan_filter: bool | None = None
+        self._bad_loss_since_log = False
+        self._bad_loss_goes_on = False
         self.nan_visibility: str | None = None
         self.samples_generated: int | None = None
         self.hub_failures = 0
@@ -153,6 +155,7 @@ class Record:
         self.effective = dict(event.get("effective") or {})
         self.output_dir = event.get("output_dir") or self.output_dir
         self.nan_filter, self.nan_visibility = event.get("nan_filter"), event.get("nan_visibility")
+        self._bad_loss_since_log = self._bad_loss_goes_on = False
         self._token_base = self._known_tokens(step)
         self.restored = (event.get("restored") or {}) if step else {}
         if not self.history:
@@ -199,6 +202,7 @@ class Record:
         step = int(event.get("step") or 0)
         self.step_event = max(step, self.step_event or 0) if not self.training else step
         self._time(step, event)
+        self._unfilter(values)
         nothing_done = values.get("train_loss") == 0.0 and not self._steps_this_session()
         if "train_loss" in values and "loss" not in values and not nothing_done:
             self.train_loss_mean = values["train_loss"]
@@ -216,6 +220,21 @@ class Record:
         while len(self._unsaved) > 1:  # a resume from this checkpoint needs the last one only
             self._tokens_at.pop(self._unsaved.popleft(), None)
         self._unsaved.clear()
+
+    def _on_nonfinite(self, event: Mapping[str, Any]) -> None:
+        if event.get("loss"):
+            self._bad_loss_goes_on = self._bad_loss_since_log = True
+
+    def _on_finite(self, event: Mapping[str, Any]) -> None:
+        self._bad_loss_goes_on = False
+
+    def _unfilter(self, values: dict[str, float]) -> None:
+        """Take back what logging_nan_inf_filter made up: 0.0 for a dead run, less than the truth for a bad batch."""
+        if "loss" not in values:
+            return
+        if self.nan_filter and self._bad_loss_since_log:
+            values["loss"] = math.nan
+        self._bad_loss_since_log = self._bad_loss_goes_on
 
     def _on_exception(self, event: Mapping[str, Any]) -> None:
         if self.history or self._is_of_a_helper(event):
