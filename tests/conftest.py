@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,10 @@ import pytest
 from harness import Machine
 
 from tunewatch.binaries import find_binary
+
+# A shell that starts the tests in the background has them ignore SIGINT, and they would pass that on to every program
+# that they start and interrupt. A handler of our own is not inherited.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tests call promtool and the others by name: where they are only unpacked beside the venv, PATH has to know.
 for _name in ("prometheus", "promtool", "alertmanager", "amtool"):

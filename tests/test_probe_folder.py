@@ -509,3 +509,28 @@ def test_a_new_process_ends_the_torn_line_of_one_before(tmp_path):
     lines = (tmp_path / "events.jsonl").read_text().splitlines()
     assert lines[0] == '{"t": 1.0, "event": "lo'
     assert [json.loads(line)["event"] for line in lines[1:]] == ["session", "phase"]
+
+
+def test_a_program_below_a_training_leaves_its_pulse_alone(tmp_path):
+    """An evaluation script that the training starts has the same rank; only one that trains takes the pulse."""
+    training = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        pulse = Pulse(str(tmp_path / "pulse.0"), rank=0)
+        pulse.update(pid=float(training.pid), step=7.0)
+        other = RunWriter(str(tmp_path))
+        other.phase("prepare", "transformers imported")
+        assert other.pulse is None
+        found = read_pulse(str(tmp_path / "pulse.0"))
+        assert (found["pid"], found["step"]) == (training.pid, 7.0)
+        assert other.open_pulse(take=True) is not None
+        assert read_pulse(str(tmp_path / "pulse.0"))["pid"] == os.getpid()
+    finally:
+        training.kill()
+        training.wait()
+
+
+def test_the_pulse_of_a_dead_process_is_replaced(tmp_path):
+    gone = subprocess.Popen([sys.executable, "-c", "pass"])
+    gone.wait()
+    Pulse(str(tmp_path / "pulse.0"), rank=0).update(pid=float(gone.pid))
+    assert RunWriter(str(tmp_path)).open_pulse() is not None

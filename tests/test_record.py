@@ -573,3 +573,14 @@ def test_without_the_filter_a_logged_loss_is_what_it_was():
     feed(record, "finite", step=5)
     log(record, 6, loss=3.0)
     assert record.loss == 3.0
+
+
+def test_a_probing_program_before_the_training_is_no_cause():
+    """python -c "import something" that failed, and was expected to."""
+    record = Record()
+    record.begin_session()
+    feed(record, "session", session="main", pid=1, world_size=1, m=1.0)
+    feed(record, "session", session="probe", pid=2, world_size=1, m=2.0)
+    feed(record, "exception", session="probe", type="ModuleNotFoundError", reason="config", m=2.1)
+    feed(record, "train_begin", session="main", step=0, m=3.0)
+    assert record.exceptions == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -131,6 +132,9 @@ def adopt(
         pid, start = known.get("child_pid"), known.get("child_process_start")
     if pid is None:
         raise UsageError(f"adopt: it is not known which process run {folder.run_id} is; name it with --pid")
+    ended = (folder.read("verdict.json") or {}).get("ending")
+    if ended is not None and Adopted(pid, start).poll():
+        raise UsageError(f"adopt: run {folder.run_id} has ended: {ended['state']}. {ended['message']}")
     options = _options(listen, patience, "60s", no_linger)
     if not patience and known.get("patience"):
         options = replace(options, patience=Patience(**known["patience"]))
@@ -317,6 +321,7 @@ def _factor(text: str) -> float:
 
 
 _SECRET = ("token", "key", "secret", "password", "passwd")
+_SECRET_VALUE = re.compile(r"(?i)([\w.-]*(?:token|key|secret|passw)[\w.-]*=|\bhf_)[^\s\"']{3,}")
 
 
 def mask(command: list[str]) -> list[str]:
@@ -327,7 +332,7 @@ def mask(command: list[str]) -> list[str]:
         secret = argument.startswith("-") and any(word in option.lower() for word in _SECRET)
         shown.append("***" if hide else f"{option}=***" if secret and equals else argument)
         hide = secret and not equals
-    return shown
+    return [_SECRET_VALUE.sub(r"\1***", part) for part in shown]
 
 
 def _script(command: list[str]) -> str:

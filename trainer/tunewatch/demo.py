@@ -185,7 +185,8 @@ class _Demo:
     def _is_right(self, alert: Alert) -> bool:
         if alert.name != self.fault.alert or alert.status != "firing":
             return False
-        return self.fault.reason is None or alert.labels.get("reason") == self.fault.reason
+        reasons = {self.fault.reason, "oom_gpu"} if self.fault.reason == "oom_host" else {self.fault.reason}
+        return self.fault.reason is None or alert.labels.get("reason") in reasons
 
     def _came(self, accept: Callable[[Alert], bool]) -> bool:
         return any(accept(alert) for alert in list(self.alerts))

@@ -1,6 +1,6 @@
 """Verdicts about one run: computed online on its events and pulses, with constant memory.
 
-Every verdict about a single run comes from here: the supervisor, `tunewatch replay` and the tests feed the same
+Every verdict about a single run comes from here: the supervisor and the tests feed the same
 detectors. A signal has one fixed level, so an alert is a thin rule on `tunewatch_health{signal}`.
 """
 
@@ -149,7 +149,12 @@ class Health:
             )
 
     def _on_nonfinite(self, event: Mapping[str, Any]) -> None:
-        self._bad_step(event.get("step"), loss=bool(event.get("loss")), norm=bool(event.get("grad_norm")))
+        self._bad_step(
+            event.get("step"),
+            loss=bool(event.get("loss")),
+            norm=bool(event.get("grad_norm")),
+            norm_is_sound=bool(event.get("norm_seen", True)),
+        )
 
     def _on_finite(self, event: Mapping[str, Any]) -> None:
         self._end_streak()

@@ -39,7 +39,8 @@ def new_run_id() -> str:
 
 def choose_run_id(requested: str | None = None) -> str:
     """The id of a run: as requested, else `TUNEWATCH_RUN_ID`, else of the Slurm job, else a new one."""
-    run_id = requested or os.environ.get("TUNEWATCH_RUN_ID") or _slurm_run_id() or new_run_id()
+    inherited = None if os.environ.get("TUNEWATCH_RUN_FOLDER") else os.environ.get("TUNEWATCH_RUN_ID")
+    run_id = requested or inherited or _slurm_run_id() or new_run_id()
     if not RUN_ID.fullmatch(run_id):
         raise RunFolderError(
             f"run id {run_id!r} is not allowed: letters, digits, '.', '_' and '-' only, at most 64 of them, "

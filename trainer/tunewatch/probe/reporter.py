@@ -134,7 +134,7 @@ class Reporter:
 
     @_quiet
     def train_begin(self, args: Any, state: Any, **objects: Any) -> None:
-        pulse = self.writer.open_pulse()
+        pulse = self.writer.open_pulse(take=True)
         restart = self._training  # no on_train_end since: auto_find_batch_size tries a smaller batch
         if pulse is not None and restart:
             pulse.add("batch_size_restarts_total")
@@ -376,7 +376,13 @@ class Reporter:
                     pulse.update(first_nonfinite_step=float(found.step))
                 pulse.update(nonfinite_streak=float(self._streak))
             if self._bad_steps <= 50 or self._bad_steps & (self._bad_steps - 1) == 0:
-                self.writer.event("nonfinite", step=found.step, loss=found.loss, grad_norm=found.grad_norm)
+                self.writer.event(
+                    "nonfinite",
+                    step=found.step,
+                    loss=found.loss,
+                    grad_norm=found.grad_norm,
+                    norm_seen=self.watch.norms_seen > 0,
+                )
 
     def _memory(self) -> None:
         torch, pulse = sys.modules.get("torch"), self.writer.pulse
@@ -410,7 +416,8 @@ class Reporter:
         scheduler: bool | None = None
         last_epoch = getattr(objects.get("lr_scheduler"), "last_epoch", None)
         if isinstance(last_epoch, int):
-            scheduler = last_epoch > 0
+            # ReduceLROnPlateau counts evaluations: 0 is right before the first one.
+            scheduler = last_epoch > 0 or bool(has["optimizer"] and has["scheduler"])
         return {
             "optimizer": optimizer,
             "scheduler": scheduler,

@@ -38,8 +38,9 @@ def install(trainer_class: Any) -> None:
         if sink is None:
             return original(self, *args, **kwargs)
         shared["training"] = sink  # a trainer that runs inside of this one is none of our business
-        undos = _tap_instance(self, sink)
+        undos: list[Callable[[], None]] = []
         try:
+            _tap_instance(self, sink, undos)
             resume = kwargs.get("resume_from_checkpoint", args[0] if args else None)
             sink.training_begins(self, resume)
             result = original(self, *args, **kwargs)
@@ -87,9 +88,15 @@ def _owner(trainer: Any) -> Sink | None:
     return sink if held is control else None
 
 
-def _tap_instance(trainer: Any, sink: Sink) -> list[Callable[[], None]]:
-    """Wrap the trainer's own methods; returns what takes the wrappers away."""
-    undos: list[Callable[[], None]] = []
+def _tap_instance(trainer: Any, sink: Sink, undos: list[Callable[[], None]]) -> None:
+    """Wrap the trainer's own methods, and add to `undos` what takes the wrappers away."""
+    try:
+        _wrap_methods(trainer, sink, undos)
+    except Exception:  # a trainer that allows no such thing is trained all the same
+        RunWriter.from_environment().error()
+
+
+def _wrap_methods(trainer: Any, sink: Sink, undos: list[Callable[[], None]]) -> None:
     training_step = trainer.training_step
 
     @functools.wraps(training_step)
@@ -110,7 +117,6 @@ def _tap_instance(trainer: Any, sink: Sink) -> list[Callable[[], None]]:
             return norm
 
         undos.append(_replace(accelerator, "clip_grad_norm_", tapped_clip))
-    return undos
 
 
 def _replace(owner: Any, name: str, value: Any) -> Callable[[], None]:

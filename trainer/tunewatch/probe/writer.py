@@ -13,7 +13,7 @@ import traceback
 import uuid
 from typing import Any
 
-from .pulse import INDEX, PHASES, Pulse
+from .pulse import INDEX, PHASES, Pulse, read_pulse
 
 EVENTS = "events.jsonl"
 ERRORS = "probe-errors.log"
@@ -123,10 +123,16 @@ class RunWriter:
 
     # -- pulse --------------------------------------------------------------------------------------------
 
-    def open_pulse(self) -> Pulse | None:
-        """Return the pulse of this rank, made on first use; None where the disk does not allow one."""
+    def open_pulse(self, *, take: bool = False) -> Pulse | None:
+        """Return the pulse of this rank, made on first use; None where the disk does not allow one.
+
+        While another live process reports as this rank (the training that started this program, say an evaluation),
+        there is none either, unless `take` says that this process is the one that trains.
+        """
         if self.pulse is None and not self.inert:
             try:
+                if not take and self._rank_is_taken():
+                    return None
                 os.makedirs(str(self.folder), mode=0o700, exist_ok=True)
                 self.pulse = Pulse(os.path.join(str(self.folder), f"pulse.{self.rank}"), rank=self.rank)
                 if self.way != "callback":  # "prepare" began with the process: interpreter, imports
@@ -134,6 +140,12 @@ class RunWriter:
             except OSError:
                 self.error()
         return self.pulse
+
+    def _rank_is_taken(self) -> bool:
+        pulse = read_pulse(os.path.join(str(self.folder), f"pulse.{self.rank}"))
+        return (
+            pulse is not None and pulse["pid"] != self._pid and process_start(int(pulse["pid"])) is not None
+        )
 
     def enter(self, phase: str) -> None:
         """Begin a phase in the pulse: the time since the last mark is counted for the phase that ends."""

@@ -71,7 +71,7 @@ class Child:
         return self._popen.returncode
 
     def send(self, number: int, *, group: bool = False) -> None:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             if group:
                 os.killpg(self.pid, number)
             else:
@@ -97,7 +97,7 @@ class Adopted:
 
     def send(self, number: int, *, group: bool = False) -> None:
         if not self.poll():
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, number)
 
 
@@ -118,6 +118,8 @@ def _alive(process: psutil.Process) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+    except psutil.AccessDenied:
+        return True
 
 
 def end_descendants(grace: float) -> int:
@@ -143,7 +145,7 @@ def end_descendants(grace: float) -> int:
 
 def reap_orphans(*, keep: int | None = None) -> None:
     """Collect ended children that were handed to us, except the one whose exit code is still wanted."""
-    while True:
+    while hasattr(os, "waitid"):  # macOS has it from Python 3.13 on, and no subreaper either
         try:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
@@ -154,7 +156,7 @@ def reap_orphans(*, keep: int | None = None) -> None:
 
 
 def _send(process: psutil.Process, number: int) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
+    with contextlib.suppress(psutil.Error):  # gone, or of another user (sudo)
         process.send_signal(number)
 
 

@@ -177,7 +177,9 @@ class Record:
         self.exceptions = [
             error
             for error in self.exceptions
-            if error.get("session") != session and error.get("m", 0.0) >= since
+            if error.get("session") != session
+            and error.get("m", 0.0) >= since
+            and self.sessions.get(str(error.get("session")), {}).get("world_size") != 1
         ]
 
     def _forget_logged(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import math
 import os
@@ -151,6 +152,12 @@ class Supervisor:
     def _begin(self) -> None:
         assert self._process is not None
         self._enter(states.PREPARING)
+        with contextlib.suppress(OSError):  # a disk that just filled up must not cost the run its supervisor
+            self._write_supervisor()
+        self._tick()
+
+    def _write_supervisor(self) -> None:
+        assert self._process is not None
         self.folder.write(
             "supervisor.json",
             {
@@ -166,7 +173,6 @@ class Supervisor:
                 "patience": asdict(self.options.patience),
             },
         )
-        self._tick()
 
     # -- watching -----------------------------------------------------------------------------------------
 
@@ -246,6 +252,9 @@ class Supervisor:
         main = record.main
         if main is None or self.ending is not None:
             return
+        if self._is_idle():
+            self._health.silence()
+            return
         moment = Moment(
             now=now,
             phase=PHASES[int(main["phase"])],
@@ -260,6 +269,13 @@ class Supervisor:
                 self._phase_stalled.get(moment.phase, 0.0) + now - self._last_tick
             )
         self._health.tick(moment)
+
+    def _is_idle(self) -> bool:
+        """Whether silence is nobody's fault: a notebook waits for its user, a script goes on to things of its own."""
+        record = self._record
+        if self._way == "train" or record.training:
+            return False
+        return record.train_returned or (record.interactive and not record.trained)
 
     def _follow_state(self) -> None:
         record = self._record
@@ -299,6 +315,8 @@ class Supervisor:
         assert self._process is not None
         while self._signals:
             number = self._signals.pop(0)
+            if self._way == "callback":
+                raise SystemExit(128 + number)  # the notebook is not ours to end: only the watching ends
             if number in (signal.SIGUSR1, signal.SIGUSR2):
                 self._process.send(number)
             elif number == signal.SIGINT:
@@ -308,9 +326,8 @@ class Supervisor:
                     True  # passed on once: a second one kills Python in the middle of its clean-up
                 )
                 self._kill_at = now + self.options.grace
-                if self._way != "callback":
-                    self._process.send(signal.SIGTERM)
-        if self._kill_at is not None and now >= self._kill_at and self._way != "callback":
+                self._process.send(signal.SIGTERM)
+        if self._kill_at is not None and now >= self._kill_at:
             self._process.send(signal.SIGKILL)
 
     def _interrupt(self, now: float) -> None:
