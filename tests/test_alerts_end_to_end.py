@@ -155,17 +155,17 @@ def test_disk_full_in_a_save(watched, pager, tiny_disk):
 
 
 def test_a_run_shorter_than_a_scrape_raises_nothing(watched, pager, stack):
-    """It may never be seen at all; then nothing must be said of it either."""
+    """It may never be seen at all, or once by luck; then at most its completion is told, and nothing that wakes."""
     code, _ = watched.run("exec", "--run-id", watched.run_id, "--", "true")
     assert code == 0
-    # As long as it takes another run's alert to come through, nothing of this one came.
+    # As long as it takes another run's alert to come through, no alarm about this one came.
     other = Machine(watched.folder, home=stack.home, run_id=f"{watched.run_id[:40]}-other")
     try:
         assert other.exec_tiny("--raise-early").wait() == 1
         pager.wait(other.run_id, "TunewatchRunFailed")
     finally:
         other.close()
-    assert pager.alerts(watched.run_id) == {}
+    assert set(pager.alerts(watched.run_id)) <= {"TunewatchRunFinished"}
 
 
 def test_a_completed_run_tells_only_that(watched, pager):
