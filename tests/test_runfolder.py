@@ -20,7 +20,6 @@ from tunewatch.runfolder import (
     list_runs,
     new_run_id,
     open_run,
-    remove_run,
     remove_target,
     tunewatch_home,
     write_json,
@@ -159,13 +158,6 @@ class TestFind:
         (home / "runs" / "no-run").mkdir()
         (home / "runs" / "file").write_text("")
         assert [folder.run_id for folder in list_runs()] == ["b", "a", "c"]
-
-    def test_removing(self):
-        folder = create_run(run_id="r1", way="exec")
-        write_target(folder, "127.0.0.1:9470")
-        remove_run(folder)
-        assert not folder.path.exists()
-        assert not folder.target_file.exists()
 
 
 def test_the_target_file_is_what_file_sd_reads(home):

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import secrets
-import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -176,12 +175,6 @@ def list_runs() -> list[RunFolder]:
         return []
     found = [RunFolder(path.parent) for path in runs.glob("*/run.json")]
     return sorted(found, key=lambda folder: (folder.path / "run.json").stat().st_mtime)
-
-
-def remove_run(folder: RunFolder) -> None:
-    """Delete a run's folder and its target file."""
-    folder.target_file.unlink(missing_ok=True)
-    shutil.rmtree(folder.path)
 
 
 def write_target(folder: RunFolder, address: str) -> None:
