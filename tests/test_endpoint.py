@@ -81,7 +81,7 @@ def test_head_is_no_scrape(served):
     assert get(served, "/healthz", method="HEAD")[:1] == (200,)
     assert not served.scrapes.any
     get(served)
-    assert served.scrapes.any
+    wait_for(lambda: served.scrapes.any)  # noted after the answer has left: the client may be first
 
 
 def test_many_clients_at_once(served):
