@@ -454,7 +454,7 @@ def test_the_listener_sees_the_trainers_values(run, tmp_path):
 
 
 def test_a_fault_of_ours_does_not_reach_the_training(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("tunewatch.probe.reporter._effective", lambda *a: 1 / 0)
+    monkeypatch.setattr("tunewatch.probe.facts.effective_arguments", lambda *a: 1 / 0)
     monkeypatch.setattr("tunewatch.probe.reporter.NonFiniteWatch.loss", lambda *a: 1 / 0)
     monkeypatch.setattr("tunewatch.probe.reporter.Reporter._publish_step", lambda *a: 1 / 0)
     mine = trainer(tmp_path)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from . import facts
 from .nonfinite import NonFiniteWatch, StepFinding
 from .pace import Pace
 from .progress import ProgressTracker
@@ -26,17 +27,6 @@ from .writer import RunWriter, process_globals
 _Method = TypeVar("_Method", bound=Callable[..., None])
 _THREAD = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # macOS knows no threads there
 _FIRST_BUCKET = INDEX["step_bucket_0"]
-_VERSIONS = (
-    "torch",
-    "transformers",
-    "trl",
-    "peft",
-    "accelerate",
-    "datasets",
-    "tokenizers",
-    "unsloth",
-    "deepspeed",
-)
 
 
 def _quiet(method: _Method) -> _Method:
@@ -145,8 +135,8 @@ class Reporter:
         self.watch = NonFiniteWatch()  # what the attempt before left behind is not of this one
         step = int(state.global_step)
         if pulse is not None:
-            pulse.update(step=step, max_steps=_or_nan(_limit(state.max_steps)), first_step=1.0)
-        gpus = _gpu_uuids(args)
+            pulse.update(step=step, max_steps=facts.or_nan(facts.limit(state.max_steps)), first_step=1.0)
+        gpus = facts.gpu_uuids(args)
         if gpus:
             self.writer.event("device", gpus=gpus)
         if self._main:
@@ -155,13 +145,13 @@ class Reporter:
             self.writer.event(
                 "train_begin",
                 step=step,
-                max_steps=_limit(state.max_steps),
-                num_train_epochs=_limit(getattr(state, "num_train_epochs", None)),
-                effective=_effective(args, state),
+                max_steps=facts.limit(state.max_steps),
+                num_train_epochs=facts.limit(getattr(state, "num_train_epochs", None)),
+                effective=facts.effective_arguments(args, state),
                 nan_visibility="each step" if self._tapped else "logs only",
                 nan_filter=bool(getattr(args, "logging_nan_inf_filter", False)),
-                **_parameters(model),
-                restored=self._restored(args, step, objects),
+                **facts.parameters(model),
+                restored=facts.restored(args, step, objects, self._resume_from),
                 output_dir=os.path.abspath(args.output_dir) if args.output_dir else None,
                 save_total_limit=getattr(args, "save_total_limit", None),
                 gpus=gpus,
@@ -173,7 +163,7 @@ class Reporter:
             "phase", phase="data", detail="skipping data" if skipping else "first batch", ratio=None
         )
         self.tracker.update(
-            run_id=self.writer.run_id, state="training", step=step, max_steps=_limit(state.max_steps)
+            run_id=self.writer.run_id, state="training", step=step, max_steps=facts.limit(state.max_steps)
         )
 
     @_quiet
@@ -207,8 +197,8 @@ class Reporter:
             self._enter("data")
         elapsed = time.monotonic() - self._began
         self.tracker.update(
-            step=step, max_steps=_limit(state.max_steps), epoch=state.epoch,
-            elapsed_seconds=elapsed, eta_seconds=self.pace.eta(step, _limit(state.max_steps)),
+            step=step, max_steps=facts.limit(state.max_steps), epoch=state.epoch,
+            elapsed_seconds=elapsed, eta_seconds=self.pace.eta(step, facts.limit(state.max_steps)),
         )  # fmt: skip
 
     @_quiet
@@ -219,7 +209,7 @@ class Reporter:
             return
         values, nonfinite = split_finite(logs or {})
         self.writer.event(
-            "log", step=int(state.global_step), epoch=_finite(state.epoch), values=values, nonfinite=nonfinite,
+            "log", step=int(state.global_step), epoch=facts.finite(state.epoch), values=values, nonfinite=nonfinite,
             tokens_seen=getattr(state, "num_input_tokens_seen", None) or None,
         )  # fmt: skip
         self._memory()
@@ -274,7 +264,7 @@ class Reporter:
     @_quiet
     def epoch_end(self, state: Any, control: Any) -> None:
         if self._main:
-            self.writer.event("epoch", step=int(state.global_step), epoch=_finite(state.epoch))
+            self.writer.event("epoch", step=int(state.global_step), epoch=facts.finite(state.epoch))
         if getattr(control, "should_evaluate", False):
             self._begin_pause("evaluate", "")
         elif getattr(control, "should_save", False):
@@ -286,7 +276,7 @@ class Reporter:
         self._training = False
         if self._main:
             self.writer.event(
-                "train_end", step=int(state.global_step), max_steps=_limit(state.max_steps),
+                "train_end", step=int(state.global_step), max_steps=facts.limit(state.max_steps),
                 requested_stop=bool(getattr(control, "should_training_stop", False)),
             )  # fmt: skip
         self._end_pause()
@@ -341,7 +331,7 @@ class Reporter:
 
     @_quiet
     def _provenance(self, args: Any, state: Any, model: Any) -> None:
-        self.writer.event("provenance", info=_info(args, state, model), environment=_environment())
+        self.writer.event("provenance", info=facts.info(args, state, model), environment=facts.environment())
 
     def _publish_step(self, pulse: Pulse, state: Any, step: int, seconds: float, skipped: bool) -> None:
         bucket = next((i for i, bound in enumerate(STEP_BUCKETS) if seconds <= bound), len(STEP_BUCKETS))
@@ -352,7 +342,8 @@ class Reporter:
         pulse.add("steps_skipped_total", float(skipped))
         wall, monotonic = time.time(), time.monotonic()
         pulse.update(
-            step=step, max_steps=_or_nan(_limit(state.max_steps)), epoch=_or_nan(_finite(state.epoch)), first_step=0.0,
+            step=step, max_steps=facts.or_nan(facts.limit(state.max_steps)), first_step=0.0,
+            epoch=facts.or_nan(facts.finite(state.epoch)),
             step_time=wall, step_monotonic=monotonic, activity_time=wall, activity_monotonic=monotonic,
             grad_norm_seen=float(self.watch.norms_seen > 0),
         )  # fmt: skip
@@ -394,173 +385,8 @@ class Reporter:
             memory_peak_bytes=float(torch.cuda.max_memory_allocated()),
         )
 
-    def _restored(self, args: Any, step: int, objects: dict[str, Any]) -> dict[str, bool | None]:
-        """Which parts of the training state a resume brought back; null for what can not be known.
-
-        A checkpoint without optimizer.pt or scheduler.pt resumes without a word: the step goes on, the learning
-        rate starts again at its warm-up.
-        """
-        if step == 0:
-            return {"optimizer": None, "scheduler": None, "rng": None, "data_order": None}
-        folder = self._checkpoint_folder(args)
-        has = {name: _holds(folder, prefix) for name, prefix in _STATE_FILES.items()}
-        optimizer: bool | None = None
-        try:
-            if len(objects["optimizer"].state) > 0:
-                optimizer = True
-            elif not _holds(folder, "global_step"):  # DeepSpeed keeps the state there, and to itself
-                # One without state of its own (plain SGD) is restored when its file was there.
-                optimizer = None if folder is None else bool(has["optimizer"] and has["scheduler"])
-        except (KeyError, AttributeError, TypeError):
-            pass
-        scheduler: bool | None = None
-        last_epoch = getattr(objects.get("lr_scheduler"), "last_epoch", None)
-        if isinstance(last_epoch, int):
-            # ReduceLROnPlateau counts evaluations: 0 is right before the first one.
-            scheduler = last_epoch > 0 or bool(has["optimizer"] and has["scheduler"])
-        return {
-            "optimizer": optimizer,
-            "scheduler": scheduler,
-            "rng": has["rng"],
-            "data_order": not getattr(args, "ignore_data_skip", False),
-        }
-
-    def _checkpoint_folder(self, args: Any) -> str | None:
-        if isinstance(self._resume_from, (str, os.PathLike)):
-            return os.fspath(self._resume_from)
-        if self._resume_from is True and args.output_dir:
-            last = sys.modules["transformers"].trainer_utils.get_last_checkpoint(args.output_dir)
-            return last if isinstance(last, str) else None
-        return None
-
 
 _TRACKED = ("loss", "learning_rate", "grad_norm", "eval_loss", "tokens_seen")
-_STATE_FILES = {"optimizer": "optimizer", "scheduler": "scheduler", "rng": "rng_state"}
-
-
-def _holds(folder: str | None, prefix: str) -> bool | None:
-    if folder is None:
-        return None
-    try:
-        return any(name.startswith(prefix) for name in os.listdir(folder))
-    except OSError:
-        return None
-
-
-def _limit(value: Any) -> float | None:
-    """A total, or None where there is none (transformers writes sys.maxsize for "no end")."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 2**53:
-        return None
-    return value
-
-
-def _finite(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
-
-
-def _or_nan(value: float | None) -> float:
-    """The pulse's spelling of unknown."""
-    return math.nan if value is None else value
-
-
-def _gpu_uuids(args: Any) -> list[str]:
-    """The GPUs of this rank, in NVML's spelling; the demo lends a simulated one to a machine that has none."""
-    if simulated := os.environ.get("TUNEWATCH_SIMULATED_GPU"):
-        return [simulated]
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
-        return []
-    indices = (
-        range(torch.cuda.device_count()) if getattr(args, "n_gpu", 1) > 1 else [torch.cuda.current_device()]
-    )
-    visible = [item.strip() for item in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
-    found = []
-    for index in indices:
-        if index < len(visible) and visible[index].startswith("MIG-"):
-            found.append(visible[index])  # torch names the parent card, not the slice
-            continue
-        uuid = str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
-        if uuid:
-            found.append(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
-    return found
-
-
-def _effective(args: Any, state: Any) -> dict[str, Any]:
-    """The arguments as they took effect (a resume takes some of them from the checkpoint)."""
-    per_device = getattr(state, "train_batch_size", None) or getattr(
-        args, "per_device_train_batch_size", None
-    )
-    accumulation = getattr(args, "gradient_accumulation_steps", None)
-    world = getattr(args, "world_size", None) or 1
-    effective = {
-        "per_device_train_batch_size": per_device,
-        "gradient_accumulation_steps": accumulation,
-        "world_size": world,
-        "batch_size": per_device * accumulation * world if per_device and accumulation else None,
-        "precision": _precision(args),
-    }
-    for name in ("logging_steps", "eval_steps", "save_steps"):
-        effective[name] = getattr(state, name, None) or getattr(args, name, None)
-    for name in ("learning_rate", "warmup_steps", "warmup_ratio", "lr_scheduler_type", "seed", "data_seed", "optim",
-                 "max_grad_norm", "weight_decay", "gradient_checkpointing", "max_length", "packing",
-                 "ignore_data_skip", "load_best_model_at_end", "push_to_hub"):  # fmt: skip
-        value = getattr(args, name, None)
-        effective[name] = getattr(value, "value", value)
-    return {key: value for key, value in effective.items() if isinstance(value, (str, int, float, bool))}
-
-
-def _precision(args: Any) -> str:
-    return "bf16" if getattr(args, "bf16", False) else "fp16" if getattr(args, "fp16", False) else "fp32"
-
-
-def _info(args: Any, state: Any, model: Any) -> dict[str, Any]:
-    effective = _effective(args, state)
-    info = {
-        key: effective.get(key) for key in ("batch_size", "learning_rate", "max_length", "precision", "seed")
-    }
-    peft = next(iter((getattr(model, "peft_config", None) or {}).values()), None)
-    config = getattr(model, "config", None)
-    name = getattr(peft, "base_model_name_or_path", None) or getattr(config, "_name_or_path", None)
-    if name:
-        info["base_model"] = _model_name(str(name))
-    kind = getattr(peft, "peft_type", None)
-    info["method"] = str(getattr(kind, "value", kind)).lower() if peft is not None else "full"
-    for label, field in (("lora_r", "r"), ("lora_alpha", "lora_alpha")):
-        info[label] = getattr(peft, field, None)
-    return {key: value for key, value in info.items() if isinstance(value, (str, int, float)) and value != ""}
-
-
-def _model_name(name: str) -> str:
-    """A hub id as it is; of a local path only the last component."""
-    return (
-        os.path.basename(name.rstrip("/"))
-        if os.path.isabs(name) or name.startswith(".") or os.path.isdir(name)
-        else name
-    )
-
-
-def _environment() -> dict[str, str]:
-    found = {"python": sys.version.split()[0]}
-    for name in _VERSIONS:
-        version = getattr(sys.modules.get(name), "__version__", None)
-        if isinstance(version, str):
-            found[name] = version
-    cuda = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None)
-    if isinstance(cuda, str):
-        found["cuda"] = cuda
-    return found
-
-
-def _parameters(model: Any) -> dict[str, int | None]:
-    try:
-        trainable = total = 0
-        for parameter in model.parameters():
-            count = getattr(parameter, "ds_numel", None) or parameter.numel()
-            total += count
-            trainable += count if parameter.requires_grad else 0
-    except Exception:
-        return {"trainable_parameters": None, "total_parameters": None}
-    return {"trainable_parameters": trainable, "total_parameters": total}
 
 
 def claim(reporter: Reporter, control: Any) -> bool:
