@@ -55,7 +55,7 @@ class Samples:
         self.text = text
         self._samples = parse_metrics(text)
 
-    def get(self, name: str, **labels: str) -> float | None:
+    def get(self, name: str, /, **labels: str) -> float | None:
         return self._samples.get((f"tunewatch_{name}", frozenset(labels.items())))
 
     def labels(self, name: str) -> list[dict[str, str]]:

@@ -15,7 +15,7 @@ from tunewatch.metrics import RunCollector
 from tunewatch.probe.pulse import INDEX, PHASES, STEP_BUCKETS, Pulse
 from tunewatch.probe.writer import process_start
 from tunewatch.runfolder import RunFolder
-from tunewatch.supervisor import watch
+from tunewatch.supervisor import disk, watch
 from tunewatch.supervisor.watch import Options, Supervisor
 
 START = 1_700_000_000.0
@@ -36,9 +36,11 @@ class Clock:
 
     def __init__(self) -> None:
         self.passed = 0.0
+        self.set_by = 0.0
+        """What somebody has set the wall clock forward by, seconds."""
 
     def time(self) -> float:
-        return START + self.passed
+        return START + self.passed + self.set_by
 
     def monotonic(self) -> float:
         return 1000.0 + self.passed
@@ -53,8 +55,10 @@ class Story:
     ) -> None:
         self.clock = Clock()
         monkeypatch.setattr(watch, "time", self.clock)
+        monkeypatch.setattr(watch, "uptime", self.clock.monotonic)
         monkeypatch.setattr(watch, "resident_bytes", lambda pid: 5e8)
-        monkeypatch.setattr(watch.os, "statvfs", lambda path: SimpleNamespace(f_bavail=1000, f_frsize=4096))
+        space = SimpleNamespace(f_bavail=1000, f_frsize=4096, f_files=1000, f_favail=500)
+        monkeypatch.setattr(disk.os, "statvfs", lambda path: space)
         self.output = folder / "out"
         self.output.mkdir(parents=True)
         self.folder = RunFolder(folder / "home" / "runs" / "story-1")
@@ -78,7 +82,11 @@ class Story:
     def watch(self, *, new_session: bool = False) -> None:
         """A supervisor begins, of which this process is the training: the same one still, or a new session's."""
         if new_session:
-            history = {"session_start": self.clock.time(), "history_bytes": self.folder.events.stat().st_size}
+            history = {
+                "session_start": self.clock.time(),
+                "session_monotonic": self.clock.monotonic(),
+                "history_bytes": self.folder.events.stat().st_size,
+            }
             self.folder.write("supervisor.json", history)
         options = Options(port=0, target_file=False, patience=self.patience, walltime=7200.0)
         self.supervisor = Supervisor(self.folder, options)
@@ -145,14 +153,15 @@ class Story:
                 phase_monotonic=self.clock.monotonic(),
             )  # fmt: skip
 
-    def checkpoint(self, step: int) -> None:
+    def checkpoint(self, step: int, *, ranks: int = 1) -> None:
         """A checkpoint as transformers leaves it, as far as it is looked at, written now."""
         folder = self.output / f"checkpoint-{step}"
         folder.mkdir()
         header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
         weights = len(header).to_bytes(8, "little") + header + b"\0\0\0\0"
         (folder / "model.safetensors").write_bytes(weights)
-        for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        generators = [f"rng_state_{rank}.pth" for rank in range(ranks)] if ranks > 1 else ["rng_state.pth"]
+        for name in ("optimizer.pt", "scheduler.pt", *generators):
             (folder / name).write_bytes(b"an old pickle.")
         (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
         for file in folder.iterdir():
@@ -166,11 +175,19 @@ class Story:
 
     def tick(self) -> watch.Snapshot:
         self.supervisor._tick()
-        if self.supervisor._disk is not None:
-            self.supervisor._disk.join(10)
+        self.supervisor._output.join(10)
+        self.supervisor._look_at_output(self.clock.monotonic())
         self.supervisor._publish()
         assert self.supervisor.snapshot is not None
         return self.supervisor.snapshot
+
+    def wait(self, seconds: float) -> watch.Snapshot:
+        """Let time pass under the eyes of the supervisor: its own absence would excuse the training's silence."""
+        end = self.clock.passed + seconds
+        while (left := end - self.clock.passed) > 0:
+            self.clock.passed += min(4.0, left)
+            self.supervisor._tick()
+        return self.tick()
 
     def finish(self) -> watch.Snapshot:
         """The process is gone."""

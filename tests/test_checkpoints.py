@@ -14,7 +14,17 @@ import pytest
 from harness import TINY
 
 from tunewatch.supervisor import checkpoints
-from tunewatch.supervisor.checkpoints import inspect, newest_complete, newest_resumable, scan
+from tunewatch.supervisor.checkpoints import (
+    complete_at,
+    how_many_fit,
+    inspect,
+    newest_before,
+    newest_complete,
+    newest_resumable,
+    recorded_step,
+    scan,
+    would_resume,
+)
 
 torch = pytest.importorskip("torch")
 
@@ -55,6 +65,8 @@ def test_real_ones_are_complete_and_resumable(output):
     found = scan(output)
     assert [(item.step, item.name) for item in found] == [(2, "checkpoint-2"), (4, "checkpoint-4")]
     assert all(item.complete and item.resumable and item.problem == "" for item in found)
+    assert [item.kind for item in found] == ["resumable", "resumable"]
+    assert found[1].files == len(list((output / "checkpoint-4").iterdir()))
     newest = output / "checkpoint-4"
     assert found[1].size_bytes == sum(file.stat().st_size for file in newest.iterdir())
     assert found[1].saved_at == max(file.stat().st_mtime for file in newest.iterdir())
@@ -66,7 +78,7 @@ def test_weights_cut_off(newest, keep):
     weights = newest / "adapter_model.safetensors"
     cut(weights, keep)
     checkpoint = inspect(newest)
-    assert (checkpoint.complete, checkpoint.resumable) == (False, False)
+    assert (checkpoint.complete, checkpoint.resumable, checkpoint.kind) == (False, False, "broken")
     assert checkpoint.problem == "adapter_model.safetensors is cut off"
     from safetensors import SafetensorError, safe_open
 
@@ -94,6 +106,7 @@ def test_training_state_missing(newest, name, part):
     checkpoint = inspect(newest)
     assert (checkpoint.complete, checkpoint.resumable) == (True, False)
     assert checkpoint.problem == f"no {part} state: {INFERENCE_ONLY}"
+    assert checkpoint.kind == "inference"
     assert newest_complete(scan(newest.parent)).step == 4
     assert newest_resumable(scan(newest.parent)).step == 2
 
@@ -209,19 +222,34 @@ def test_deepspeed(newest):
     assert checkpoint.problem == f"{optimizer.name} is cut off"
     cut(inner / "zero_pp_rank_0_mp_rank_00_model_states.pt")
     assert not inspect(newest).complete
+    optimizer.rename(inner / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    (inner / "zero_pp_rank_0_mp_rank_00_model_states.pt").unlink()
+    torch.save({"module": {}}, inner / "mp_rank_00_model_states.pt")
+    torch.save({"state": {}}, inner / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    assert inspect(newest).problem == "*optim_states.pt of rank 0 is missing"
+    (newest / "latest").write_text("")
+    assert inspect(newest).problem == "DeepSpeed's file 'latest' is empty: the save did not finish"
     (newest / "latest").unlink()
     assert inspect(newest).problem == "DeepSpeed's file 'latest' is missing: the save did not finish"
 
 
 def test_sharded_fsdp(newest):
     """torch.distributed.checkpoint's folders; `.metadata` comes last."""
+    from torch.distributed.checkpoint import FileSystemWriter, save
+
     for name in ("optimizer.pt", "adapter_model.safetensors"):
         (newest / name).unlink()
     for name in ("pytorch_model_fsdp_0", "optimizer_0"):
-        (newest / name).mkdir()
-        (newest / name / "__0_0.distcp").write_bytes(b"data")
-        (newest / name / ".metadata").write_bytes(b"metadata")
+        save({"a": torch.zeros(100)}, storage_writer=FileSystemWriter(newest / name), no_dist=True)
     assert inspect(newest).resumable
+    shard = next((newest / "optimizer_0").glob("*.distcp"))
+    cut(shard, 0)
+    assert inspect(newest).problem == "optimizer_0 has an empty shard"
+    shard.unlink()
+    assert inspect(newest).problem == "optimizer_0 has no shard"
+    cut(newest / "optimizer_0" / ".metadata")
+    shard.write_bytes(b"data")
+    assert inspect(newest).problem == "optimizer_0: .metadata is cut off"
     (newest / "optimizer_0" / ".metadata").unlink()
     checkpoint = inspect(newest)
     assert (checkpoint.complete, checkpoint.resumable) == (True, False)
@@ -239,18 +267,230 @@ def test_full_state_fsdp(newest):
     assert inspect(newest).problem == "pytorch_model_fsdp.bin is cut off"
 
 
+def ranks(folder, count):
+    """RNG states as a training of so many ranks leaves them."""
+    for rank in range(count):
+        shutil.copy(folder / "rng_state.pth", folder / f"rng_state_{rank}.pth")
+    (folder / "rng_state.pth").unlink()
+
+
 def test_one_rng_state_a_rank(newest):
-    (newest / "rng_state.pth").rename(newest / "rng_state_0.pth")
-    shutil.copy(newest / "rng_state_0.pth", newest / "rng_state_1.pth")
+    ranks(newest, 4)
     assert inspect(newest).resumable
+    assert inspect(newest, world_size=4).resumable
     cut(newest / "rng_state_1.pth")
     assert inspect(newest).problem == "rng_state_1.pth is cut off"
 
 
+@pytest.mark.parametrize(
+    ("left", "world_size", "missing"),
+    [([0, 2, 3], None, 1), ([1], None, 0), ([0], None, 1), ([0, 1, 2], 4, 3), ([0, 1], 3, 2)],
+)
+def test_a_rank_without_its_rng_state(newest, left, world_size, missing):
+    """Only several ranks number their files: rank 0 alone lacks its neighbour."""
+    ranks(newest, 4)
+    for rank in {0, 1, 2, 3} - set(left):
+        (newest / f"rng_state_{rank}.pth").unlink()
+    checkpoint = inspect(newest, world_size=world_size)
+    assert (checkpoint.kind, checkpoint.problem) == (
+        "inference", f"no RNG state of rank {missing}: not for an exact resume",
+    )  # fmt: skip
+
+
+def test_another_world_size(newest):
+    assert inspect(newest, world_size=1).resumable
+    assert inspect(newest, world_size=2).problem == "no RNG state of rank 0: not for an exact resume"
+    ranks(newest, 2)
+    assert inspect(newest, world_size=1).problem.endswith(
+        "none for a single process: not for an exact resume"
+    )
+    assert not scan(newest.parent, world_size=1)[-1].resumable
+
+
+def old_format(value, path):
+    torch.save(value, path, _use_new_zipfile_serialization=False)
+
+
 def test_the_format_before_torch_1_6(newest):
+    """Pickles, and behind them the tensors' bytes: a file cut off anywhere is seen, and nothing of it is loaded."""
     state = torch.load(newest / "optimizer.pt", weights_only=False)
-    torch.save(state, newest / "optimizer.pt", _use_new_zipfile_serialization=False)
+    old_format(state, newest / "optimizer.pt")
     assert inspect(newest).resumable
+    whole = (newest / "optimizer.pt").read_bytes()
+    for keep in [*range(0, len(whole), 97), len(whole) - 1]:
+        (newest / "optimizer.pt").write_bytes(whole[:keep])
+        assert inspect(newest).problem == "optimizer.pt is cut off", keep
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LSTM(2, 2))
+    for value in (
+        model,
+        model.half().state_dict(),
+        {"a": torch.ones(3, dtype=torch.bool)},
+        {"last_epoch": 3},
+    ):
+        old_format(value, newest / "optimizer.pt")
+        assert inspect(newest).resumable, value
+
+
+def test_a_pickle_runs_nothing(newest):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(newest / "evil"),)
+
+    old_format({"state": Evil()}, newest / "optimizer.pt")
+    assert inspect(newest).resumable
+    assert not (newest / "evil").exists()
+
+
+def test_a_plain_pickle(newest):
+    import pickle
+
+    data = pickle.dumps({"last_epoch": 4, "text": "x" * 100})
+    (newest / "scheduler.pt").write_bytes(data)
+    assert inspect(newest).resumable
+    (newest / "scheduler.pt").write_bytes(data[:-1])
+    assert inspect(newest).problem == "scheduler.pt is cut off"
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "config.json"])
+def test_a_configuration_that_is_cut_off(newest, name):
+    (newest / name).write_text('{"peft_type": "LO')
+    assert (inspect(newest).kind, inspect(newest).problem) == ("broken", f"{name} is cut off")
+
+
+def test_adapters_in_folders_of_their_own(newest):
+    """As peft saves those that are not named "default"."""
+    (newest / "policy").mkdir()
+    weights = (newest / "adapter_model.safetensors").rename(newest / "policy" / "adapter_model.safetensors")
+    (newest / "adapter_config.json").rename(newest / "policy" / "adapter_config.json")
+    assert inspect(newest).resumable
+    assert inspect(newest).size_bytes == sum(f.stat().st_size for f in newest.rglob("*") if f.is_file())
+    cut(weights)
+    assert inspect(newest).problem == "adapter_model.safetensors is cut off"
+
+
+def large_state(step, entries, **layout):
+    history = [
+        {"loss": 1.5, "note": 'a "quoted" {brace}', "global_step": 1, "step": n} for n in range(entries)
+    ]
+    state = {
+        "best_metric": None, "epoch": 1.0, "global_step": step, "log_history": history,
+        "stateful_callbacks": {"TrainerControl": {"args": {"global_step": 7}}},
+    }  # fmt: skip
+    return json.dumps(state, **layout) + "\n"
+
+
+SAVED = {"indent": 2, "sort_keys": True}
+
+
+@pytest.mark.parametrize("layout", [SAVED, {}, {"indent": 4}], ids=["as saved", "one line", "other indent"])
+def test_a_trainer_state_of_many_megabytes(newest, layout):
+    state = newest / "trainer_state.json"
+    text = large_state(4, 20_000, **layout)
+    state.write_text(text)
+    assert state.stat().st_size > checkpoints.LARGE_STATE_BYTES
+    assert inspect(newest).resumable
+    state.write_text(large_state(6, 20_000, **layout))
+    assert inspect(newest).problem == "trainer_state.json is of step 6"
+    for gone in (2, 3, 60, 500_000, len(text) - checkpoints.LARGE_STATE_BYTES - 10):
+        state.write_text(text[:-gone])
+        assert inspect(newest).problem == "trainer_state.json is cut off", gone
+
+
+def test_a_large_state_that_begins_with_its_history(newest):
+    state = newest / "trainer_state.json"
+    entries = ", ".join(['{"loss": 1.5, "global_step": 2, "note": "]}"}'] * 40_000)
+    state.write_text('{"log_history": [' + entries + '], "global_step": 4}')
+    assert recorded_step(state) == 4
+    state.write_text('{"log_history": [' + entries + "]}")
+    assert recorded_step(state) is None
+
+
+def test_of_fifty_megabytes_little_is_read(newest):
+    import tracemalloc
+
+    state = newest / "trainer_state.json"
+    state.write_text(large_state(4, 450_000, **SAVED))
+    assert state.stat().st_size > 50e6
+    tracemalloc.start()
+    try:
+        assert inspect(newest).resumable
+        assert tracemalloc.get_traced_memory()[1] < 1e6
+    finally:
+        tracemalloc.stop()
+
+
+def test_links(output, tmp_path):
+    """A checkpoint may lie on another disk, and its name may be a lie."""
+    elsewhere = tmp_path / "elsewhere"
+    (output / "checkpoint-4").rename(elsewhere)
+    (output / "checkpoint-4").symlink_to(elsewhere)
+    (output / "checkpoint-8").symlink_to(elsewhere)
+    (output / "checkpoint-9").symlink_to(tmp_path / "nowhere")
+    (output / "checkpoint-10").symlink_to("checkpoint-10")
+    found = {item.step: item for item in scan(output)}
+    assert found[4].resumable
+    assert found[4].size_bytes == sum(file.stat().st_size for file in elsewhere.iterdir())
+    assert found[8].problem == "trainer_state.json is of step 4"
+    assert set(found) == {2, 4, 8}
+
+
+def test_which_one_a_resume_takes_and_which_it_should(output):
+    from transformers.trainer_utils import get_last_checkpoint
+
+    for step in (20, 30):
+        folder = Path(shutil.copytree(output / "checkpoint-4", output / f"checkpoint-{step}"))
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    (output / "checkpoint-30" / "trainer_state.json").unlink()
+    found = scan(output)
+    assert str(would_resume(found).path) == get_last_checkpoint(str(output))
+    assert (would_resume(found).name, would_resume(found).complete) == ("checkpoint-30", False)
+    assert newest_complete(found).name == "checkpoint-20"
+    assert newest_before(found, 20).step == 4  # step 20 itself was bad: so are the weights after it
+    assert newest_before(found, 21).step == 20
+    assert newest_before(found, 2) is None
+    assert (complete_at(found, 4).step, complete_at(found, 30), complete_at(found, None)) == (4, None, None)
+    assert would_resume([]) is None
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "free_inodes", "size", "files", "expected"),
+    [
+        (1000, 1000, 300, 10, 3),
+        (1000, 25, 300, 10, 2),
+        (1000, None, 300, 10, 3),
+        (299, 1000, 300, 10, 0),
+        (1000, 0, 300, 10, 0),
+        (-5, None, 300, 10, 0),
+        (1000, None, 0, 10, None),
+        (1000, 100, 0, 10, 10),
+    ],
+)
+def test_how_many_more_fit(free_bytes, free_inodes, size, files, expected):
+    assert how_many_fit(free_bytes, free_inodes, size, files) == expected
+
+
+def test_thousands_of_checkpoints(output):
+    """A second look at them reads none again, and opens no file."""
+    for step in range(1000, 3000):
+        folder = output / f"checkpoint-{step}"
+        folder.mkdir()
+        for file in (output / "checkpoint-4").iterdir():
+            (folder / file.name).hardlink_to(file)
+        (folder / "trainer_state.json").unlink()
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    found = scan(output)
+    assert len(found) == 2002
+    assert all(item.resumable for item in found)
+    assert all(new is old for new, old in zip(scan(output, known=found), found, strict=True))
+
+
+def test_a_folder_that_may_not_be_read(newest, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(checkpoints, "_weights_problem", refuse)
+    assert inspect(newest).problem == "it can not be read: Permission denied"
+    assert inspect(newest).kind == "broken"
 
 
 def test_what_is_no_checkpoint_folder(output):
@@ -312,7 +552,13 @@ def test_rotation(output):
 
 @pytest.mark.parametrize(
     ("damage", "resumes"),
-    [("none", True), ("weights", False), ("optimizer", False), ("trainer_state", False)],
+    [
+        ("none", True),
+        ("weights", False),
+        ("optimizer", False),
+        ("trainer_state", False),
+        ("config", False),
+    ],
 )
 def test_transformers_agrees(output, damage, resumes):
     """What we call resumable, transformers resumes; what we call broken, it dies of."""
@@ -321,6 +567,8 @@ def test_transformers_agrees(output, damage, resumes):
         cut(newest / "adapter_model.safetensors")
     elif damage == "optimizer":
         cut(newest / "optimizer.pt")
+    elif damage == "config":
+        (newest / "config.json").write_text("{")
     elif damage == "trainer_state":
         (newest / "trainer_state.json").unlink()
     assert inspect(newest).resumable == resumes

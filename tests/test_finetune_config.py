@@ -127,6 +127,69 @@ def test_secrets_are_refused_and_not_shown():
     assert "hf_abcdef" not in refused(hub={"token": "hf_abcdef"})
 
 
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"model": "https://ada:pw7@h.example/m"}, "model"),
+        ({"dataset": {"path": "https://h.example/x.jsonl?token=pw7"}}, "dataset.path"),
+        ({"training": {"optim_args": "api_key=pw7"}}, "training.optim_args"),
+        ({"training": {"report_to": ["Bearer pw7pw7"]}}, "training.report_to"),
+        ({"lora": {"x": {"password": "pw7"}}}, "lora.x.password"),
+        ({"name": "hf_pw7DeFgHiJkLmNoP"}, "name"),
+    ],
+)
+def test_a_secret_anywhere_is_refused_and_so_never_copied(change, key):
+    message = refused(**change)
+    assert message.startswith(f"{key}: a secret does not belong in this file") and "pw7" not in message
+
+
+def test_words_of_a_vocabulary_are_no_secrets():
+    training = {"eos_token": "<|end|>", "pad_token": "<pad>", "max_steps": 3}
+    assert parse_config({**MINIMAL, "training": training}, base=BASE).training == training
+
+
+def test_dataset_paths_by_list_and_pattern():
+    def path(value):
+        return parse_config({**MINIMAL, "dataset": {"path": value}}, base=BASE).dataset.path
+
+    assert path(["a.jsonl", "../b/*.jsonl"]) == ["/base/a.jsonl", "/b/*.jsonl"]
+    assert path("shards/part-*") == "/base/shards/part-*"
+    assert path("org/rows") == "org/rows"
+    for value in (5, [], ["a.jsonl", 3], ""):
+        with pytest.raises(
+            ConfigError, match=r"dataset\.path: found .*; allowed: a Hub id, a path, or a list of files"
+        ):
+            path(value)
+
+
+def test_streaming_needs_a_number_of_steps_and_no_fraction():
+    from tunewatch.finetune.arguments import training_arguments
+
+    assert "with streaming" in refused(dataset={"path": "a", "streaming": True, "eval_fraction": 0.1})
+
+    def arguments(**training):
+        section = {"path": "a.jsonl", "streaming": True}
+        return training_arguments(
+            parse_config({**MINIMAL, "dataset": section, "training": training}, base=BASE), has_eval=False
+        )
+
+    with pytest.raises(ConfigError, match=r"training\.max_steps: streamed rows have no known number"):
+        arguments()
+    assert arguments(max_steps=5).max_steps == 5
+
+
+@pytest.mark.parametrize(
+    ("value", "number"), [(7, 7), ({"number": 7}, 7), (0, 0), (False, 0), ({"max_new_tokens": 4}, 20)]
+)
+def test_samples_as_a_number_or_a_section(value, number):
+    assert parse_config({**MINIMAL, "samples": value}, base=BASE).samples.number == number
+
+
+@pytest.mark.parametrize("value", [-1, "many", True, 2.5, {"number": None}])
+def test_samples_that_are_no_number(value):
+    assert refused(samples=value).startswith("samples")
+
+
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(ConfigError, match=r"missing\.yaml: No such file"):
         load_config(tmp_path / "missing.yaml")

@@ -165,8 +165,8 @@ def test_events_come_in_the_order_of_the_work(healthy):
         "tokenizing",
     ]
     assert [detail for detail in dict.fromkeys(details) if detail in expected] == expected
-    ratios = [e["ratio"] for e in healthy.events("phase") if e["detail"] == "tokenizing"]
-    assert ratios[0] == 0.0 and ratios[-1] == 1.0
+    activities = {event["detail"]: event.get("activity") for event in healthy.events("phase")}
+    assert [activities[detail] for detail in expected] == ["import", "load", "load", "load", "tokenize"]
 
 
 def test_provenance_names_settings_and_data_but_no_path(healthy, base):
@@ -178,7 +178,12 @@ def test_provenance_names_settings_and_data_but_no_path(healthy, base):
         "dataset": "train.jsonl",
         "dataset_hash": "sha256:" + hashlib.sha256(content).hexdigest(),
         "dataset_rows": 32,
+        "dataset_split": "train",
+        "eval_dataset": "eval.jsonl",
+        "eval_dataset_hash": "sha256:"
+        + hashlib.sha256(Path(base["dataset"]["eval_path"]).read_bytes()).hexdigest(),
         "eval_rows": 8,
+        "eval_overlap_rows": 0,
         "method": "lora",
         "lora_r": 4,
         "lora_alpha": 8,
@@ -192,7 +197,51 @@ def test_provenance_names_settings_and_data_but_no_path(healthy, base):
         "seed": 42,
     }
     assert {key: info.get(key) for key in expected} == expected
+    assert "base_model_revision" not in info, "a folder has no commit"
+    assert "evaluation rows" not in healthy.log.read_text(), "no warning without overlap"
     assert str(Path(base["model"]).parent) not in json.dumps(healthy.events("provenance"))
+
+
+def test_provenance_of_full_fine_tuning_with_rows_in_both_sets(base, tmp_path):
+    """Forty rows of which every second is a twin; ten of them held out; bfloat16 weights without autocast."""
+    rows = [chat(f"What is {i // 2} plus one?", f"It is {i // 2 + 1}.") for i in range(40)]
+    dataset = {"path": write_rows(tmp_path / "twins.jsonl", rows), "eval_fraction": 0.25}
+    model = {"name": base["model"], "dtype": "bfloat16"}
+    training = {"max_steps": 2, "eval_steps": 2, "save_steps": 2, "data_seed": 5, "seed": 7, "use_cpu": True}
+    config = variant(base, tmp_path, dataset=dataset, model=model, lora=False, training=training, samples=0)
+    child = Child(tmp_path, config).wait()
+    assert child.code == 0, child.log.read_text()[-3000:]
+    info = {key: value for event in child.events("provenance") for key, value in event["info"].items()}
+    expected = {
+        "method": "full", "base_model": "tiny-llama", "dataset": "twins.jsonl", "dataset_rows": 30, "eval_rows": 10,
+        "eval_fraction": 0.25, "seed": 7, "data_seed": 5, "max_steps": 2, "batch_size": 4,
+    }  # fmt: skip
+    assert {key: info.get(key) for key in expected} == expected
+    assert not {"lora_r", "lora_alpha", "eval_dataset", "base_model_revision"} & info.keys()
+    # The same split again, counted by hand.
+    import datasets
+
+    parts = datasets.Dataset.from_list(rows).train_test_split(test_size=10, seed=7)
+    trained = [row["messages"] for row in parts["train"]]
+    overlap = sum(row["messages"] in trained for row in parts["test"])
+    assert overlap > 0 and info["eval_overlap_rows"] == overlap
+    assert f"{overlap} of 10 evaluation rows also occur in the training data" in child.log.read_text()
+    assert info["precision"] == "bf16", "what is computed in, and not that autocast is off"
+    versions = child.events("provenance")[-1]["environment"]
+    assert {"python", "torch", "transformers", "trl", "peft", "accelerate", "datasets"} <= versions.keys()
+
+
+def test_a_streamed_run_does_not_claim_to_know_its_rows(base, tmp_path):
+    dataset = {**base["dataset"], "streaming": True}
+    training = {"max_steps": 2, "eval_steps": 2, "save_steps": 2}
+    child = Child(tmp_path, variant(base, tmp_path, dataset=dataset, training=training)).wait()
+    assert child.code == 0, child.log.read_text()[-3000:]
+    info = {key: value for event in child.events("provenance") for key, value in event["info"].items()}
+    content = Path(base["dataset"]["path"]).read_bytes()
+    assert info["dataset_hash"] == "sha256:" + hashlib.sha256(content).hexdigest()
+    assert not {"dataset_rows", "eval_rows", "eval_overlap_rows"} & info.keys()
+    assert child.event("samples")["generated"] == 3
+    assert child.event("package")["ok"]
 
 
 def test_the_package_is_whole(healthy):

@@ -26,6 +26,7 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 from harness import Machine, wait_for
 
+from tunewatch.health import SIGNALS
 from tunewatch.metrics import METRIC_NAMES, STEP_DURATION
 from tunewatch.stack import Stack, add_static_target, fetch
 from tunewatch_gpu.metrics import METRICS as GPU_METRICS
@@ -203,7 +204,7 @@ class Case:
     ref: str = "A"
 
 
-_SIGNALS = ("nonfinite", "nonfinite_isolated", "eval_nonfinite", "stalled", "resume_lost")
+_SIGNALS = tuple(SIGNALS)
 _LAST_SEEN = "run_state:tunewatch_run_state:last_seen"
 _LAST_END = "run_state_reason:tunewatch_run_end_info:last_seen"
 _GONE = "0x5 stale"

@@ -246,9 +246,12 @@ checkpoint_size_bytes checkpoint_duration_seconds checkpoint_interval_steps chec
 resume_lost hub_push_failures_total hub_push_last_success_timestamp_seconds samples_generated samples_reviewed
 walltime_deadline_timestamp_seconds run_gpu_info process_memory_bytes attached
 queue_length queue_position queue_blocked
+phase_info phase_progress_ratio steps_redone_total batch_size interval_steps parameters rank_step
+rank_phase_seconds_total checkpoints_broken checkpoint_resumable_step checkpoints_that_fit work_at_risk_steps
+work_at_risk_seconds eval_overlap_rows probe_seconds_total probe_errors_total clock_jumps_total
 """
 NOT_BUILT_YET = {
-    "samples_reviewed", "queue_length", "queue_position", "queue_blocked",
+    "queue_length", "queue_position", "queue_blocked",
 }  # fmt: skip
 
 
@@ -343,6 +346,13 @@ def test_unknown_is_absent():
         "eval_loss",
         "run_end_info",
         "run_environment_info",
+        "phase_info",
+        "phase_progress_ratio",
+        "parameters",
+        "rank_step",
+        "work_at_risk_steps",
+        "eval_overlap_rows",
+        "samples_reviewed",
     ):
         assert f"tunewatch_{absent}" not in names
     assert "tunewatch_step_duration_seconds_count" not in names

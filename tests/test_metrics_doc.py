@@ -26,6 +26,7 @@ from tunewatch.metricsdoc import (
     label_values,
     run_rows,
 )
+from tunewatch.probe.pulse import Pulse
 from tunewatch_gpu.exposition import Page
 from tunewatch_gpu.fields import FIELDS
 from tunewatch_gpu.ledger import Ledger
@@ -141,19 +142,26 @@ def resumed_and_broken(story: Story) -> None:
     story.open_session()
     story.event(
         "provenance",
-        info={"base_model": "tiny", "dataset": "poems"},
+        info={"base_model": "tiny", "dataset": "poems", "eval_overlap_rows": 0},
         environment={"python": "3.11.2", "torch": "2.6.0"},
     )
     story.event("device", gpus=["GPU-1234"])
+    story.train_begin()
+    story.log(20, loss=3.0, num_tokens=1000.0)
     story.train_begin(
-        step=20, restored={"optimizer": True, "scheduler": False, "rng": True, "data_order": True}
+        step=20,
+        restored={"optimizer": True, "scheduler": False, "rng": True, "data_order": True},
+        trainable_parameters=100,
+        total_parameters=1000,
     )
     story.beat("data", step=20.0, max_steps=100.0)
+    Pulse(str(story.folder.path / "pulse.1"), rank=1).update(step=20.0)
+    story.event("phase", phase="data", detail="skipping data", ratio=0.5, activity="skip_data")
     story.steps(21, 30)
     story.log(30, loss=3.0, grad_norm=1.0, learning_rate=1e-3, num_tokens=1500.0, entropy=4.0)
     story.log(30, eval_loss=3.0, eval_runtime=4.0)
     story.event("evaluate", step=30, seconds=4.0, batches=8)
-    story.checkpoint(30)
+    story.checkpoint(30, ranks=2)
     story.event("nonfinite", step=31, loss=True, grad_norm=True)
     story.steps(31, 31)
     story.beat(

@@ -312,7 +312,7 @@ def test_at_the_start_only_the_standard_library_is_imported(python):
     without = ast.literal_eval(python(code, TUNEWATCH_RUN_FOLDER="").stdout)
     added = set(ast.literal_eval(python(code).stdout)) - set(without)
     probe = "_tunewatch_probe"
-    assert added == {probe, f"{probe}.hook", f"{probe}.writer", f"{probe}.pulse"}
+    assert added == {probe, *(f"{probe}.{name}" for name in ("hook", "writer", "pulse", "background"))}
 
 
 REAL = """

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from harness import wait_for
 
 from tunewatch.probe import pulse as pulse_module
 from tunewatch.probe.pulse import FIELDS, UNKNOWN_AT_START, Pulse, read_pulse
-from tunewatch.probe.writer import MAX_PENDING, RunWriter, process_globals, process_start
+from tunewatch.probe.writer import MAX_LATER, MAX_PENDING, RunWriter, process_globals, process_start
 from tunewatch.runfolder import EventReader
 
 SOURCE = Path(pulse_module.__file__).parents[2]
@@ -123,7 +124,7 @@ def test_a_reader_never_sees_a_torn_record_while_a_writer_hammers(tmp_path):
         writer.wait()
 
 
-def test_a_write_during_the_read_makes_it_read_again(tmp_path, monkeypatch):
+def test_a_torn_read_is_made_again(tmp_path, monkeypatch):
     path = str(tmp_path / "pulse.0")
     pulse = Pulse(path, rank=0)
     pulse.update(step=5)
@@ -132,13 +133,15 @@ def test_a_write_during_the_read_makes_it_read_again(tmp_path, monkeypatch):
     def pread(*arguments):
         raw = real(*arguments)
         reads.append(raw)
-        if len(reads) == 1:  # the record has just been copied when the writer comes
-            pulse.update(step=6)
+        if len(reads) == 1:  # the writer comes when half of it has been copied
+            pulse.update(step=6, compute_seconds=2.0)
+            return raw[:200] + real(*arguments)[200:]
         return raw
 
     monkeypatch.setattr(pulse_module.os, "pread", pread)
-    assert read_pulse(path)["step"] == 6.0
-    assert len(reads) == 4
+    values = read_pulse(path)
+    assert (values["step"], values["compute_seconds"]) == (6.0, 2.0)
+    assert len(reads) == 2
 
 
 def test_a_writer_killed_at_any_moment_leaves_a_record(tmp_path):
@@ -153,37 +156,62 @@ def test_a_writer_killed_at_any_moment_leaves_a_record(tmp_path):
         assert read_pulse(path)["step"] > 1
 
 
-def test_a_writer_killed_in_the_middle_of_a_write(tmp_path, monkeypatch):
-    path = str(tmp_path / "pulse.0")
-    pulse = Pulse(path, rank=0)
-    pulse.update(step=5)
-    writes = []
-    real = os.pwrite
-    monkeypatch.setattr(
-        pulse_module.os, "pwrite", lambda *a: writes.append(a) or (len(writes) < 2 and real(*a)) or 0
-    )
-    pulse.update(step=6)  # the counter is odd now, and stays so
-    assert len(writes) == 3
-    assert read_pulse(path)["step"] == 5.0
+def test_a_record_that_stays_torn_is_taken_as_it_is(tmp_path):
+    path = tmp_path / "pulse.0"
+    Pulse(str(path), rank=0).update(step=5)
+    with path.open("r+b") as file:
+        file.seek(8)
+        file.write(b"\0\1\2\3")  # no longer its checksum
+    assert read_pulse(str(path))["step"] == 5.0
 
 
-def test_threads_do_not_leave_the_counter_odd(tmp_path):
+def test_a_publish_is_one_write(tmp_path, monkeypatch):
+    """A kill comes before or after it."""
+    pulse = Pulse(str(tmp_path / "pulse.0"), rank=0)
+    writes, real = [], os.pwrite
+    monkeypatch.setattr(pulse_module.os, "pwrite", lambda *a: writes.append(a) or real(*a))
+    pulse.update(step=6, epoch=0.5)
+    pulse.mark(7.0, 1.7e9, 5e6, 7.0)
+    assert [len(data) < 4096 for _, data, _ in writes] == [True, True]
+
+
+def test_threads_do_not_write_an_old_record_over_a_new_one(tmp_path):
     path = str(tmp_path / "pulse.0")
     pulse = Pulse(path, rank=0)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
+    end = threading.Event()
+    others = [
+        threading.Thread(target=lambda: [pulse.publish() for _ in iter(end.is_set, True)]) for _ in range(3)
+    ]
     try:
-        threads = [threading.Thread(target=lambda: [pulse.publish() for _ in range(3000)]) for _ in range(4)]
-        for thread in threads:
+        for thread in others:
             thread.start()
-        for thread in threads:
-            thread.join()
+        for step in range(500):
+            pulse.update(step=step)
+            assert read_pulse(path)["step"] == step
     finally:
+        end.set()
         sys.setswitchinterval(interval)
-    pulse.update(step=3)
-    raw = Path(path).read_bytes()
-    assert int.from_bytes(raw[8:16], "little") % 2 == 0
-    assert read_pulse(path)["step"] == 3.0
+        for thread in others:
+            thread.join()
+
+
+def test_a_step_is_marked_before_its_values_are_there(tmp_path):
+    path = str(tmp_path / "pulse.0")
+    pulse = Pulse(path, rank=0)
+    now = pulse.get("activity_monotonic")
+    pulse.update(
+        step=5, steps_total=2, epoch=0.5, phase=2.0, phase_monotonic=now + 1, activity_monotonic=now + 1
+    )
+    pulse.mark(6, 1.7e9, now + 3, 3)
+    values = read_pulse(path)
+    assert (values["step"], values["steps_total"], values["epoch"]) == (6.0, 3.0, 0.5)
+    assert (values["step_time"], values["step_monotonic"]) == (1.7e9, now + 3)
+    assert (values["activity_time"], values["activity_monotonic"]) == (1.7e9, now + 3)
+    assert (values["first_step"], values["phase"], values["phase_monotonic"]) == (0.0, 1.0, now + 3)
+    pulse.update(step=0, steps_total=3, phase=0.0, phase_monotonic=now + 4)  # a new attempt begins again
+    assert read_pulse(path)["step"] == 0.0
 
 
 def test_a_pulse_that_somebody_truncated_kills_nobody(tmp_path):
@@ -534,3 +562,95 @@ def test_the_pulse_of_a_dead_process_is_replaced(tmp_path):
     gone.wait()
     Pulse(str(tmp_path / "pulse.0"), rank=0).update(pid=float(gone.pid))
     assert RunWriter(str(tmp_path)).open_pulse() is not None
+
+
+# -- what is deferred --------------------------------------------------------------------------------------
+
+
+def test_what_is_deferred_is_done_soon_and_the_thread_sleeps_when_there_is_nothing(tmp_path):
+    writer = RunWriter(str(tmp_path))
+    for number in range(2):
+        writer.later(time.monotonic(), writer.event, "log")
+        wait_for(
+            lambda number=number: (tmp_path / "events.jsonl").exists() and len(lines(tmp_path)) == 2 + number
+        )
+        wait_for(lambda: writer._background.asleep, what="a sleeping thread")
+    writer._background.end()
+
+
+def test_what_was_deferred_comes_before_what_is_told_at_once_and_keeps_its_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: None)  # it has not come to it yet
+    writer = RunWriter(str(tmp_path))
+    before = time.monotonic()
+    writer.later(before - 5.0, lambda: writer.event("log", number=1))
+    writer.later(before - 4.0, lambda: 1 / 0)  # a fault of ours takes nothing else away
+    writer.later(before - 3.0, lambda: writer.event("log", number=2))
+    writer.event("save")
+    told = lines(tmp_path)
+    assert [event["event"] for event in told] == ["session", "log", "log", "save"]
+    assert [event.get("number") for event in told[1:3]] == [1, 2]
+    assert [event["m"] for event in told[1:3]] == [pytest.approx(before - 5.0), pytest.approx(before - 3.0)]
+    assert told[1]["t"] == pytest.approx(told[2]["t"] - 2.0, abs=1e-3)
+    assert writer.errors == 1
+
+
+def test_what_is_deferred_is_bounded_and_done_at_once_where_there_are_no_threads(tmp_path, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    writer = RunWriter(str(tmp_path / "a"))
+    writer.later(time.monotonic(), writer.event, "log")
+    assert [event["event"] for event in lines(tmp_path / "a")] == ["session", "log"]
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: None)  # it never comes to run
+    writer = RunWriter(str(tmp_path / "b"))
+    for _ in range(MAX_LATER):
+        writer.later(time.monotonic(), writer.event, "log")
+    assert not (tmp_path / "b").exists()
+    writer.later(time.monotonic(), writer.event, "log")
+    assert len(lines(tmp_path / "b")) == 1 + MAX_LATER + 1
+
+
+def test_a_forked_child_does_not_do_what_its_parent_deferred(tmp_path, monkeypatch):
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: None)
+    writer = RunWriter(str(tmp_path))
+    writer.later(time.monotonic(), writer.event, "log")
+    child = os.fork()
+    if child == 0:
+        try:
+            writer.later(time.monotonic(), writer.event, "log")
+            writer.deliver()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert not (tmp_path / "events.jsonl").exists()
+    writer.deliver()
+    assert [event["event"] for event in lines(tmp_path)] == ["session", "log"]
+
+
+TRAIN = """
+    import os, sys
+    from types import SimpleNamespace as N
+    from tunewatch.probe.reporter import Reporter
+    from tunewatch.probe.writer import RunWriter
+    reporter = Reporter(RunWriter(sys.argv[1]))
+    state, control = N(global_step=0, max_steps=9, epoch=0.0), N(should_evaluate=False, should_save=False)
+    reporter.train_begin(N(output_dir=""), state)
+    for step in range(1, 4):
+        reporter.step_begin()
+        state.global_step = step
+        reporter.step_end(None, state, control)
+        reporter.log(None, state, {"loss": float(step)})
+    if sys.argv[2] == "kill":
+        os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_kill_does_not_lose_the_last_step_and_an_orderly_end_loses_nothing(tmp_path):
+    for end in ("kill", "return"):
+        child = python(TRAIN, tmp_path / end, end)
+        assert child.wait(60) == (-signal.SIGKILL if end == "kill" else 0)
+        pulse = read_pulse(str(tmp_path / end / "pulse.0"))
+        assert (pulse["step"], pulse["steps_total"], pulse["first_step"]) == (3.0, 3.0, 0.0)
+    told = [event for event in lines(tmp_path / "return") if event["event"] in ("log", "exit")]
+    assert [event.get("step") for event in told] == [1, 2, 3, None]

@@ -456,7 +456,7 @@ def test_the_listener_sees_the_trainers_values(run, tmp_path):
 def test_a_fault_of_ours_does_not_reach_the_training(run, tmp_path, monkeypatch):
     monkeypatch.setattr("tunewatch.probe.facts.effective_arguments", lambda *a: 1 / 0)
     monkeypatch.setattr("tunewatch.probe.reporter.NonFiniteWatch.loss", lambda *a: 1 / 0)
-    monkeypatch.setattr("tunewatch.probe.reporter.Reporter._publish_step", lambda *a: 1 / 0)
+    monkeypatch.setattr("tunewatch.probe.reporter.Reporter._step_ends", lambda *a: 1 / 0)
     mine = trainer(tmp_path)
     assert mine.train().global_step == 3
     assert read_pulse(str(run / "pulse.0"))["hook_errors"] > 3

@@ -67,6 +67,7 @@ class Item:
         ({"loss": 1.0}, None),
         ("", None),
         ("tensor(4.1)", None),
+        ("1_000", None),
         (10**400, None),
     ],
     ids=repr,

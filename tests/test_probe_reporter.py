@@ -7,7 +7,10 @@ import math
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
+from harness import wait_for
 
 from tunewatch.probe import reporter as reporter_module
 from tunewatch.probe.progress import ProgressTracker
@@ -21,6 +24,7 @@ class Clock:
 
     def __init__(self):
         self.now = 0.0
+        self.set_by = 0.0  # seconds by which somebody has set the wall clock
 
     def perf_counter(self):
         return 50.0 + self.now
@@ -29,7 +33,7 @@ class Clock:
         return 1000.0 + self.now
 
     def time(self):
-        return 1.7e9 + self.now
+        return 1.7e9 + self.now + self.set_by
 
     def thread_time(self):
         return 0.0
@@ -39,6 +43,7 @@ class Optimizer:
     def __init__(self, entries=0):
         self.state = dict.fromkeys(range(entries))
         self.step_was_skipped = False
+        self.param_groups = [{"lr": 1e-3, "betas": (0.9, 0.999)}]
 
 
 class Loop:
@@ -95,11 +100,13 @@ class Loop:
         self.reporter.train_end(self.state, self.control)
 
     def events(self, kind=None):
+        self.writer.deliver()
         found = [json.loads(line) for line in (self.folder / "events.jsonl").read_text().splitlines()]
         return [event for event in found if kind in (None, event["event"])]
 
     @property
     def pulse(self):
+        self.writer.deliver()
         return read_pulse(str(self.folder / f"pulse.{self.writer.rank}"))
 
     @property
@@ -398,6 +405,105 @@ def test_nan_on_another_rank_is_told(loop):
     assert [event["step"] for event in one.events("nonfinite")] == [1]
 
 
+def test_other_ranks_tell_their_own_exception(loop):
+    one = loop(rank=1)
+    one.begin()
+    one.step(data=4.0, compute=2.0)
+    one.reporter.training_raised(ZeroDivisionError())
+    assert [(event["type"], event["rank"]) for event in one.events("exception")] == [("ZeroDivisionError", 1)]
+    assert (one.pulse["data_seconds"], one.pulse["compute_seconds"]) == (
+        pytest.approx(4.0),
+        pytest.approx(2.0),
+    )
+
+
+def test_a_rank_that_hangs_says_in_what(loop):
+    one = loop(rank=3)
+    one.begin()
+    one.step()
+    one.wait(2.0)
+    one.reporter.step_begin()
+    one.wait(900.0)
+    pulse = one.pulse
+    assert (PHASES[int(pulse["phase"])], pulse["step"]) == ("compute", 1.0)
+    assert pulse["phase_monotonic"] == pytest.approx(1000.0 + one.clock.now - 900.0)
+
+
+@pytest.mark.parametrize("by", [-3600.0, 3600.0])
+def test_a_wall_clock_that_is_set_changes_no_duration(loop, by):
+    one = loop(max_steps=10)
+    one.begin()
+    one.step(data=1.0, compute=2.0)
+    one.clock.set_by = by
+    one.step(data=1.0, compute=2.0, evaluate=True, save=True)
+    one.evaluation(5.0)
+    one.clock.set_by = 0.0
+    one.saving(3.0)
+    pulse = one.pulse
+    assert durations(one)[0] == pytest.approx(2.0 + 3.0)
+    assert (pulse["data_seconds"], pulse["compute_seconds"]) == (pytest.approx(2.0), pytest.approx(4.0))
+    assert (one.events("evaluate")[0]["seconds"], one.events("save")[0]["seconds"]) == (5.0, 3.0)
+    assert one.tracker.progress.elapsed_seconds == pytest.approx(6.0)
+
+
+def test_whatever_is_logged_is_a_number_or_left_out(loop):
+    one = loop()
+    one.begin()
+    one.step()
+    logs = {
+        "loss": torch.tensor(1.5), "grad_norm": np.float32(0.5), "learning_rate": "5e-05", "a": None, "b": True,
+        "c": [1.0], "d": {"loss": 1.0}, "e": "1_000", "f": object(), "g": torch.ones(2), "h": np.float64("nan"),
+        "rewards/chosen": 2, "train.loss": 3.0, "loss ": 4.0, 7: 5,
+    }  # fmt: skip
+    one.reporter.log(one.args, one.state, logs)
+    told = one.events("log")[0]
+    assert told["values"] == {
+        "loss": 1.5, "grad_norm": 0.5, "learning_rate": 5e-05, "rewards/chosen": 2, "train.loss": 3.0, "loss ": 4.0,
+        "7": 5,
+    }  # fmt: skip
+    assert told["nonfinite"] == {"h": "nan"}
+    assert one.tracker.progress.learning_rate == 5e-05
+    one.reporter.log(one.args, one.state, [1])  # no logs at all: a fault that is ours to bear
+    assert one.writer.errors == 1
+    one.writer.errors = 0
+    assert one.pulse["hook_errors"] == 1.0
+
+
+def test_a_log_tells_the_skipped_steps_of_this_session(loop):
+    one = loop(step=100, max_steps=200)
+    one.begin()
+    for skipped in (True, False, True):
+        one.step(skipped=skipped)
+        one.reporter.log(one.args, one.state, {"loss": 1.0})
+    assert [event["skipped"] for event in one.events("log")] == [1, 1, 2]
+
+
+def test_a_listener_sees_each_step_and_a_reader_the_last(loop):
+    one = loop(max_steps=9)
+    one.begin()
+    seen = []
+    one.tracker.add_progress_callback(seen.append)
+    for step in (1, 2):
+        one.step()
+        assert one.tracker.progress.step == step
+    one.reporter.log(one.args, one.state, {"loss": 1.0})
+    assert one.tracker.progress.loss == 1.0
+    wait_for(lambda: len(seen) == 3)
+    assert [(progress.step, progress.loss) for progress in seen] == [(1, None), (2, None), (2, 1.0)]
+    assert seen[0].updated_at == pytest.approx(1.7e9 + 1.0)
+
+
+def test_the_hooks_are_counted(loop):
+    one = loop(max_steps=200)
+    one.begin()
+    for _ in range(3):
+        one.step()
+    one.reporter.log(one.args, one.state, {})
+    one.end()
+    assert one.pulse["hook_calls"] >= 1 + 2 * 3 + 1
+    assert one.pulse["hook_seconds"] == 0.0  # by a clock that stood still meanwhile
+
+
 def test_a_streak_is_thinned_out_and_its_end_told(loop):
     one = loop(max_steps=200)
     one.begin()
@@ -435,7 +541,7 @@ def checkpoint(folder, *names):
     return folder
 
 
-ALL = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
+ALL = ("optimizer.pt", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth", "trainer_state.json")
 
 
 @pytest.mark.parametrize(
@@ -446,7 +552,7 @@ ALL = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
         (("trainer_state.json",), 0, 0, False, (False, False, False, True)),
         (("optimizer.pt", "rng_state_0.pth"), 0, 0, False, (False, False, True, True)),
         (ALL, 8, 6, True, (True, True, True, False)),
-        (("optimizer_0", "scheduler.pt", "rng_state_1.pth"), 0, 6, False, (True, True, True, True)),  # FSDP
+        (("optimizer_0", "scheduler.pt", "rng_state_0.pth"), 0, 6, False, (True, True, True, True)),  # FSDP
         (
             ("global_step4", "scheduler.pt", "rng_state_0.pth"),
             0,
@@ -461,7 +567,8 @@ def test_a_resume_says_what_came_back(loop, tmp_path, files, entries, last_epoch
     folder = checkpoint(tmp_path / "out" / "checkpoint-6", *files)
     one.reporter.training_begins(object(), str(folder))
     one.optimizer, one.scheduler.last_epoch = Optimizer(entries), last_epoch
-    one.begin()
+    one.state.epoch = 6 * 4 / 40
+    one.begin(train_dataloader=range(40))
     found = one.events("train_begin")[0]["restored"]
     assert tuple(found[part] for part in ("optimizer", "scheduler", "rng", "data_order")) == restored
     details = [event["detail"] for event in one.events("phase")]
@@ -476,7 +583,7 @@ def test_a_resume_seen_by_the_callback_alone(loop):
     one.optimizer, one.scheduler.last_epoch = Optimizer(8), 6
     one.begin()
     assert one.events("train_begin")[0]["restored"] == {
-        "optimizer": True, "scheduler": True, "rng": None, "data_order": True,
+        "optimizer": True, "scheduler": True, "rng": None, "data_order": None,
     }  # fmt: skip
     one.optimizer = Optimizer()  # without state, and no folder to look into: not known
     one.begin()

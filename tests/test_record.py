@@ -129,12 +129,77 @@ class TestTokens:
             if step % 100 == 0:
                 feed(record, "save", step=step, seconds=1.0)
         assert len(record._tokens_at) <= 19 + 50
-        assert record._tokens_at[1900] == 1900.0
+        assert record._tokens_at[1900] == {"non_padding": 1900.0}
 
     def test_transformers_count_is_of_the_whole_run(self):
         record = in_session()
         feed(record, "log", step=5, values={}, nonfinite={}, tokens_seen=777)
         assert record.tokens_seen == {"all": 777.0}
+
+    def test_each_kind_is_counted_for_itself(self):
+        """Rows of 1 and 1023 tokens padded to 1024, of which 300 are answers: three numbers, never mixed."""
+        record = in_session()
+        counted = {"all": 2048, "non_padding": 1024, "loss": 300}
+        feed(record, "log", step=1, values={"num_tokens": 1024.0}, nonfinite={}, tokens=counted)
+        assert record.tokens_seen == {"all": 2048.0, "non_padding": 1024.0, "loss": 300.0}
+
+    def test_transformers_count_of_what_is_no_padding_is_called_so(self):
+        record = in_session()
+        feed(record, "train_begin", step=0, effective={"include_num_input_tokens_seen": "non_padding"})
+        feed(record, "log", step=5, values={}, nonfinite={}, tokens_seen=777)
+        assert record.tokens_seen == {"non_padding": 777.0}
+
+    def test_a_resume_of_what_nobody_watched_leaves_the_position_unknown(self):
+        """A billion tokens before this session, a million in it: neither 1e6 nor a spike of 1e9."""
+        record = in_session()
+        feed(record, "train_begin", step=900, max_steps=1000)
+        feed(record, "log", step=910, values={}, nonfinite={}, tokens={"all": 1_000_000})
+        assert record.tokens_seen == {}
+        known = {"tokens": {"all": 2_000_000}, "tokens_seen": 1_002_000_000}
+        feed(record, "log", step=920, values={}, nonfinite={}, **known)
+        assert record.tokens_seen == {"all": 1.002e9}
+
+    def test_the_pulses_count_the_session_and_every_rank(self):
+        record = in_session()
+        pulse = dict.fromkeys(FIELDS, 0.0) | {"tokens_loss_total": math.nan, "tokens_all_total": 700.0}
+        record.pulse({0: pulse, 1: pulse | {"tokens_non_padding_total": 5.0}})
+        assert record.session_tokens == {"all": 1400.0, "non_padding": 5.0}
+
+    def test_a_second_training_in_one_process_begins_at_nothing(self):
+        record = in_session()
+        first = {"all": 1000, "non_padding": 800}
+        feed(record, "log", step=5, values={"num_tokens": 800.0}, nonfinite={}, tokens=first)
+        feed(record, "train_end", step=5)
+        feed(record, "train_begin", step=0, tokens={"all": 1200, "non_padding": 960})
+        feed(
+            record,
+            "log",
+            step=1,
+            values={"num_tokens": 80.0},
+            nonfinite={},
+            tokens={"all": 1300, "non_padding": 1040},
+        )
+        assert record.tokens_seen == {"all": 100.0, "non_padding": 80.0}
+
+    def test_a_save_between_two_logs_tells_what_it_holds(self):
+        record = Record()
+        feed(record, "train_begin", step=0)
+        feed(record, "log", step=10, values={}, nonfinite={}, tokens={"all": 1000})
+        feed(record, "save", step=15, seconds=1.0, tokens={"all": 1500})
+        feed(record, "log", step=20, values={}, nonfinite={}, tokens={"all": 2000})
+        record.begin_session()
+        feed(record, "session", pid=1)
+        feed(record, "train_begin", step=15)
+        assert record.tokens_seen == {"all": 1500.0}, "right before the first log of the new session"
+        feed(record, "log", step=20, values={}, nonfinite={}, tokens={"all": 500})
+        assert record.tokens_seen == {"all": 2000.0}
+
+    def test_a_search_for_the_batch_size_goes_on_counting(self):
+        record = in_session()
+        feed(record, "log", step=2, values={"num_tokens": 90.0}, nonfinite={})
+        feed(record, "train_begin", step=0, max_steps=8, restart=True)
+        feed(record, "log", step=1, values={"num_tokens": 112.0}, nonfinite={})
+        assert record.tokens_seen["non_padding"] == record.session_tokens["non_padding"] == 112.0
 
 
 class TestLogs:
@@ -230,9 +295,35 @@ class TestAttempts:
         record.begin_session()
         feed(record, "session", pid=1)
         feed(record, "train_begin", step=100, m=9999.0)
-        assert record.wasted_seconds == pytest.approx(61 * 2.0)
+        assert (record.steps_redone, record.wasted_seconds) == (61, pytest.approx(61 * 2.0))
         assert record.resumes == 1
         assert record.resumed_at == 100
+
+    def test_the_pulse_knows_of_steps_that_were_never_logged(self):
+        record = Record()
+        feed(record, "train_begin", step=0)
+        for step in (10, 20):
+            feed(record, "log", step=step, values={"loss": 1.0}, nonfinite={}, m=2.0 * step)
+        record.begin_session(last_step=27)
+        feed(record, "train_begin", step=20)
+        assert (record.steps_redone, record.wasted_seconds) == (7, pytest.approx(14.0))
+
+    def test_rows_of_sessions_with_other_batches(self):
+        """20 steps of 8 rows, then 10 of 6 that begin behind 5 of them: 15 * 8 + 10 * 6 = 180."""
+        record = Record()
+        feed(record, "train_begin", step=0, effective={"batch_size": 8})
+        log(record, 20, loss=1.0)
+        assert record.samples_seen == 160.0
+        record.begin_session()
+        feed(record, "train_begin", step=15, effective={"batch_size": 6})
+        log(record, 25, loss=1.0)
+        assert record.samples_seen == 180.0
+
+    def test_rows_before_an_unwatched_resume_are_unknown(self):
+        record = in_session()
+        feed(record, "train_begin", step=900, effective={"batch_size": 8})
+        log(record, 910, loss=1.0)
+        assert record.samples_seen is None
 
     def test_what_an_earlier_session_did_again_is_not_counted_in_this_one(self):
         record = Record()

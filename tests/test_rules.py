@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tunewatch.health import SIGNALS
 from tunewatch.rules import (
     GRAFANA_URL,
     RUNBOOK_URL,
@@ -41,6 +42,8 @@ CORRECTIVE_WORDS = {
     "TunewatchClockSkew": ("synchronise",),
     "TunewatchNonFiniteIsolated": ("batch", "learning rate"),
     "TunewatchResumeLost": ("resume from a complete checkpoint", "accept"),
+    "TunewatchRunNotLearning": ("not give a good model", "what to change"),
+    "TunewatchRunNeedsAttention": ("before you trust the result", "what to do"),
     "TunewatchRunFinished": ("review its samples",),
     "TunewatchWatchdog": ("dead man's switch",),
     "TunewatchGpuLost": ("stop what hangs", "xid in the kernel log", "reset", "reboot"),
@@ -229,6 +232,20 @@ def test_every_alert_has_a_firing_case_and_its_text_checked() -> None:
 
     assert described == set(ALERTS)
     assert firing == set(ALERTS) - {"TunewatchWatchdog"}
+
+
+def test_every_verdict_that_changes_the_health_reaches_somebody() -> None:
+    """Once each, at the severity of its level; a note reaches nobody."""
+    severity = {"bad": "critical", "attention": "warning"}
+    heard: dict[str, str] = {}
+    for rule in ALERTS.values():
+        # The last branch of an alert names what it is silent for.
+        expression = rule["expr"].partition("unless")[0]
+        for names in re.findall(r'tunewatch_health\{signal=~?"([a-z0-9_|]+)"', expression):
+            for signal in names.split("|"):
+                assert signal not in heard, signal
+                heard[signal] = rule["labels"]["severity"]
+    assert heard == {signal: severity[level] for signal, level in SIGNALS.items() if level != "info"}
 
 
 def test_live_means_the_same_as_in_the_supervisor() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import signal
 from pathlib import Path
@@ -44,7 +45,14 @@ def test_a_run_from_start_to_package(machine: Machine):
     assert info["method"] == "lora"
     assert info["base_model"] == "tunewatch-tiny"
     assert info["dataset"] == "rows.jsonl"
-    assert len(info["dataset_hash"]) >= 12
+    assert (
+        info["dataset_hash"]
+        == "sha256:" + hashlib.sha256((machine.folder / "rows.jsonl").read_bytes()).hexdigest()
+    )
+    assert (info["eval_overlap_rows"], info["eval_rows"], info["dataset_rows"]) == (0, 7, 29)
+    assert "2 samples, none reviewed: tunewatch samples show" in output
+    listed = machine.run("runs")[1]
+    assert listed.rstrip().endswith("step 8/8 (100%), evaluated, 2 samples, none reviewed")
     assert (machine.folder / "out" / "final" / "adapter_model.safetensors").exists()
     states = [event["state"] for event in machine.events("state")]
     assert states[-1] == "packaging"
@@ -73,6 +81,37 @@ def test_resume_goes_on_with_the_same_run(machine: Machine):
     verdict = machine.verdict()
     assert (verdict["state"], verdict["step"]) == ("completed", stopped_at + 4)
     assert machine.json("run.json")["sessions"] == 2
+
+
+def test_what_a_run_is_stays_what_it_was_when_it_began(machine: Machine):
+    """The file is edited, and used again for other runs, while and after the first one trains."""
+    training = {"max_steps": 8, "per_device_train_batch_size": 2, "learning_rate": 1e-3, "save_steps": 8}
+    config = write_config(machine.folder, training=training, lora={"r": 4}, samples=0)
+    command = machine.start("train", str(config), "--no-linger")
+    folder = machine.run_folder()
+    copy = (folder / "config.yaml").read_text()
+
+    other = {**training, "learning_rate": 5e-2, "max_steps": 3}
+    write_config(machine.folder, name="other", training=other, lora={"r": 32}, samples=0)
+    code, output = machine.run("train", str(config), "--run-id", folder.name)
+    assert code == 2 and f"run {folder.name} is watched already" in output
+    assert command.wait() == 0, command.output
+
+    facts = json.loads((folder / "run.json").read_text())
+    info = facts["info"]
+    shown = {
+        key: info[key] for key in ("name", "learning_rate", "lora_r", "lora_alpha", "max_steps", "batch_size")
+    }
+    assert shown == {
+        "name": "sums", "learning_rate": 1e-3, "lora_r": 4, "lora_alpha": 8, "max_steps": 8, "batch_size": 2,
+    }  # fmt: skip
+    assert info["lora_target_modules"] == "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    assert facts["sessions"] == 1 and (folder / "config.yaml").read_text() == copy
+
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    code, _ = machine.run("train", str(config), "--no-linger")
+    assert code == 1, "out holds checkpoints of the first run"
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 @pytest.mark.parametrize(

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from tunewatch import __version__
+from tunewatch import __version__, states
 from tunewatch.durations import DurationError, parse_duration
 from tunewatch.health import Patience
-from tunewatch.run import child_environment, report_end, report_start, say, supervise
+from tunewatch.progressview import shown_percent
+from tunewatch.provenance import masked_command, masked_text, overlap_warning
+from tunewatch.review import ReviewError, mark_reviewed, read_samples, review_state, was_evaluated
+from tunewatch.run import (
+    child_environment,
+    report_end,
+    report_start,
+    report_unseen,
+    run_id_not_watched,
+    say,
+    supervise,
+)
 from tunewatch.runfolder import RunFolder, RunFolderError, create_run, list_runs, open_run
 from tunewatch.supervisor.endpoint import ListenError
+from tunewatch.supervisor.handover import relieve
 from tunewatch.supervisor.process import Adopted
-from tunewatch.supervisor.watch import AlreadyWatched, Options, Supervisor
+from tunewatch.supervisor.watch import AlreadyWatched, Options, Supervisor, shell_code_of
 
 app = typer.Typer(
     name="tunewatch",
@@ -52,6 +65,14 @@ class UsageError(Exception):
     """The command can not be done as asked; the text is for the user."""
 
 
+class CommandError(UsageError):
+    """The command to be watched can not be run; `code` is what a shell exits with."""
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+        self.code = code
+
+
 @app.command("exec", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def exec_command(
     context: typer.Context,
@@ -75,7 +96,10 @@ def exec_command(
         )
     options = _options(listen, patience, grace, no_linger, walltime)
     folder = create_run(
-        run_id=run_id, name=name or Path(_script(command)).stem, way="exec", command=mask(command)
+        run_id=run_id_not_watched(run_id),
+        name=masked_text(name or Path(_script(command)).stem),
+        way="exec",
+        command=masked_command(command),
     )
     supervisor = Supervisor(folder, options)
     report_start(supervisor)
@@ -84,12 +108,13 @@ def exec_command(
         supervisor.start(command, child_environment(folder, "exec", attach=True))
 
     try:
-        code = supervise(supervisor, begin)
-    except FileNotFoundError as error:
-        raise UsageError(f"exec: command not found: {command[0]}") from error
-    except PermissionError as error:
-        raise UsageError(f"exec: {command[0]} can not be executed: {error.strerror}") from error
+        code = supervise(supervisor, begin, shares_terminal=True)
+    except OSError as error:
+        code = shell_code_of(error)
+        what = "command not found" if code == 127 else f"can not be executed ({error.strerror})"
+        raise CommandError(f"exec: {what}: {command[0]}", code) from error
     report_end(supervisor)
+    report_unseen(supervisor)
     raise typer.Exit(code)
 
 
@@ -109,7 +134,7 @@ def train(
     from tunewatch.trainjob import prepare, run_job
 
     options = _options(listen, patience, grace, no_linger, walltime)
-    job = prepare(config, name=name, run_id=run_id, options=options)
+    job = prepare(config, name=name, run_id=run_id, options=options, patience=parse_patience(patience or []))
     raise typer.Exit(run_job(job, quiet=quiet))
 
 
@@ -122,6 +147,9 @@ def adopt(
     listen: Listen = None,
     patience: PatienceOption = None,
     no_linger: NoLinger = False,
+    session: Annotated[
+        str | None, typer.Option(hidden=True, help="Which session of the process; our callback names it.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", hidden=True)] = False,
 ) -> None:
     """Watch a run whose supervisor is gone (killed, say): the training goes on without one, unseen."""
@@ -133,29 +161,95 @@ def adopt(
     if pid is None:
         raise UsageError(f"adopt: it is not known which process run {folder.run_id} is; name it with --pid")
     ended = (folder.read("verdict.json") or {}).get("ending")
-    if ended is not None and Adopted(pid, start).poll():
+    if ended is not None and session is None and Adopted(pid, start).poll():
         raise UsageError(f"adopt: run {folder.run_id} has ended: {ended['state']}. {ended['message']}")
     options = _options(listen, patience, "60s", no_linger)
-    if not patience and known.get("patience"):
-        options = replace(options, patience=Patience(**known["patience"]))
+    if known.get("patience"):
+        options = replace(
+            options, patience=Patience(**{**known["patience"], **parse_patience(patience or [])})
+        )
+    if session is not None:
+        relieve(folder, pid)
     supervisor = Supervisor(folder, options)
     if not quiet:
         report_start(supervisor)
-    code = supervise(supervisor, lambda: supervisor.adopt(pid, start))
+    code = supervise(supervisor, lambda: supervisor.adopt(pid, start, session))
     if not quiet:
         report_end(supervisor)
     raise typer.Exit(code)
 
 
 @app.command()
-def runs() -> None:
-    """List the runs of this machine, the newest last."""
+def runs(
+    run: Annotated[str | None, typer.Argument(help="One run to tell more of: its id, or a path.")] = None,
+) -> None:
+    """List the runs of this machine, the newest last, or tell what is known of one."""
+    if run is not None:
+        print("\n".join(_describe(open_run(run))))
+        return
     folders = list_runs()
     if not folders:
         say("no runs yet")
         return
     for folder in folders:
         print(_run_line(folder))
+
+
+samples_app = typer.Typer(
+    name="samples",
+    help="Read what a finished model writes, and say that you have read it.",
+    no_args_is_help=True,
+)
+app.add_typer(samples_app)
+
+Run = Annotated[str, typer.Argument(help="Id of the run, or path of its folder or output_dir.")]
+
+
+@samples_app.command("list")
+def list_samples(run: Run) -> None:
+    """List the samples of a run, a line each."""
+    folder = open_run(run)
+    for sample in read_samples(folder):
+        prompt, generated = _text(sample["prompt"]), _text(sample["generated"])
+        print(f"{sample['index'] + 1:4}  {_short(prompt, 40):40}  {_short(generated, 60)}".rstrip())
+    say(f"run {folder.run_id}: {review_state(folder)}")
+
+
+@samples_app.command("show")
+def show_samples(
+    run: Run, number: Annotated[int | None, typer.Argument(help="Only this one, counted from 1.")] = None
+) -> None:
+    """Show the samples of a run in full; on a terminal, page by page."""
+    from rich.console import Console
+
+    folder = open_run(run)
+    rows = read_samples(folder)
+    if number is not None and not 1 <= number <= len(rows):
+        raise UsageError(f"samples show: run {folder.run_id} has samples 1 to {len(rows)}, found {number}")
+    chosen = rows if number is None else rows[number - 1 : number]
+    text = "\n".join(_sample_text(row, len(rows)) for row in chosen)
+    if sys.stdout.isatty():
+        console = Console()
+        with console.pager():
+            console.print(text, markup=False, highlight=False)
+        say(f"when you have read them: tunewatch samples review {folder.run_id} --all")
+    else:
+        print(text)
+
+
+@samples_app.command("review")
+def review_samples(
+    run: Run,
+    all_of_them: Annotated[bool, typer.Option("--all", help="You have read all samples.")] = False,
+    through: Annotated[
+        int | None, typer.Option(help="You have read the samples up to this one; 0 takes a review back.")
+    ] = None,
+) -> None:
+    """Say that you have read the samples of a run; `tunewatch runs` and the metrics then say so too."""
+    folder = open_run(run)
+    if all_of_them == (through is not None):
+        raise UsageError("samples review: say how many you have read, with either --all or --through N")
+    say(f"run {folder.run_id}: {mark_reviewed(folder, through)}")
 
 
 @app.command()
@@ -260,7 +354,7 @@ def main() -> None:
     """Entry point: every expected error is one line on stderr and exit code 2."""
     try:
         app()
-    except (UsageError, RunFolderError, ListenError, AlreadyWatched) as error:
+    except (UsageError, RunFolderError, ListenError, AlreadyWatched, ReviewError) as error:
         _fail(error)
     except Exception as error:
         if getattr(error, "tunewatch_reason", None) is None:
@@ -270,7 +364,7 @@ def main() -> None:
 
 def _fail(error: Exception) -> NoReturn:
     say(str(error))
-    sys.exit(2)
+    sys.exit(error.code if isinstance(error, CommandError) else 2)
 
 
 def _options(
@@ -284,7 +378,7 @@ def _options(
         options = Options(
             linger=not no_linger,
             grace=parse_duration(grace),
-            patience=parse_patience(patience or []),
+            patience=Patience(**parse_patience(patience or [])),
             walltime=parse_duration(walltime) if walltime is not None else None,
         )
     except DurationError as error:
@@ -297,8 +391,8 @@ def _options(
     return options
 
 
-def parse_patience(items: list[str]) -> Patience:
-    """Read `--patience` items; UsageError names the phases there are."""
+def parse_patience(items: list[str]) -> dict[str, float]:
+    """Read `--patience` items into fields of Patience; UsageError names the phases there are."""
     values: dict[str, float] = {}
     for item in items:
         phase, equals, text = item.partition("=")
@@ -307,7 +401,7 @@ def parse_patience(items: list[str]) -> Patience:
                 f"--patience {item!r}: expected PHASE=DURATION with one of {', '.join(Patience.names())}"
             )
         values[phase] = _factor(text) if phase == "step_factor" else parse_duration(text)
-    return Patience(**values)
+    return values
 
 
 def _factor(text: str) -> float:
@@ -320,21 +414,6 @@ def _factor(text: str) -> float:
     return factor
 
 
-_SECRET = ("token", "key", "secret", "password", "passwd")
-_SECRET_VALUE = re.compile(r"(?i)([\w.-]*(?:token|key|secret|passw)[\w.-]*=|\bhf_)[^\s\"']{3,}")
-
-
-def mask(command: list[str]) -> list[str]:
-    """A command line without the values of options that look secret, for run.json."""
-    shown, hide = [], False
-    for argument in command:
-        option, equals, _ = argument.partition("=")
-        secret = argument.startswith("-") and any(word in option.lower() for word in _SECRET)
-        shown.append("***" if hide else f"{option}=***" if secret and equals else argument)
-        hide = secret and not equals
-    return [_SECRET_VALUE.sub(r"\1***", part) for part in shown]
-
-
 def _script(command: list[str]) -> str:
     """What a command is called: its Python script where it has one."""
     return next((part for part in command if part.endswith(".py")), command[0])
@@ -343,12 +422,88 @@ def _script(command: list[str]) -> str:
 def _run_line(folder: RunFolder) -> str:
     facts: dict[str, Any] = folder.read("run.json") or {}
     verdict = folder.read("verdict.json") or {}
+    state = _state(folder, verdict)
+    parts = [_step(verdict)]
+    if state == states.COMPLETED:
+        parts += [_evaluation(folder), _samples(folder)]
+    shown = ", ".join(filter(None, parts))
+    return f"{folder.run_id:24} {facts.get('name', '')!s:20} {state:12} {verdict.get('health', ''):10} {shown}".rstrip()
+
+
+def _state(folder: RunFolder, verdict: Mapping[str, Any]) -> str:
+    state = str(verdict.get("state", "unknown"))
     known = folder.read("supervisor.json") or {}
-    state = verdict.get("state", "unknown")
     alive = known.get("pid") and not Adopted(known["pid"], known.get("process_start")).poll()
-    if state not in ("completed", "failed", "cancelled") and not alive:
-        state = f"unwatched, last seen {state}"
-    step = (
-        f"step {verdict['step']}/{verdict.get('max_steps') or '?'}" if verdict.get("step") is not None else ""
+    return state if state in states.TERMINAL or alive else f"unwatched, last seen {state}"
+
+
+def _step(verdict: Mapping[str, Any]) -> str:
+    """Where a run is. All of it is done when the run is completed, not when the last step is."""
+    step, total = verdict.get("step"), verdict.get("max_steps")
+    if step is None:
+        return ""
+    return (
+        f"step {step}/{total} ({shown_percent(step, total, verdict.get('state'))}%)"
+        if total
+        else f"step {step}/?"
     )
-    return f"{folder.run_id:24} {facts.get('name', '')!s:20} {state:12} {verdict.get('health', ''):10} {step}".rstrip()
+
+
+def _evaluation(folder: RunFolder) -> str:
+    return "evaluated" if was_evaluated(folder) else "not evaluated"
+
+
+def _samples(folder: RunFolder) -> str:
+    return str(review_state(folder) or "no samples")
+
+
+_TOLD = (
+    "base_model", "base_model_revision", "dataset", "dataset_revision", "dataset_hash", "dataset_rows", "eval_rows",
+    "method", "lora_r", "lora_alpha", "batch_size", "learning_rate", "max_length", "precision", "seed",
+)  # fmt: skip
+
+
+def _describe(folder: RunFolder) -> Iterator[str]:
+    """What is known of a run, a line each; what is unknown is left out."""
+    facts: dict[str, Any] = folder.read("run.json") or {}
+    verdict = folder.read("verdict.json") or {}
+    ending, info = verdict.get("ending") or {}, facts.get("info", {})
+    lines = {
+        "run": folder.run_id,
+        "name": facts.get("name"),
+        "state": _state(folder, verdict),
+        "ending": f"{ending.get('message', '')} {ending.get('advice', '')}".strip(),
+        "health": verdict.get("health"),
+        "progress": _step(verdict),
+        "evaluation": _evaluation(folder),
+        "samples": _samples(folder),
+        "resumed_from": facts.get("resumed_from"),
+        **{key: info.get(key) for key in _TOLD},
+    }
+    for key, value in lines.items():
+        if value not in (None, ""):
+            yield f"{key:20} {value}"
+    if overlap := info.get("eval_overlap_rows"):
+        yield f"{'warning':20} {overlap_warning(overlap, info.get('eval_rows', '?'))}"
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""A model may write anything, also what a terminal would obey."""
+
+
+def _text(value: Any) -> str:
+    """A prompt or an answer as text: messages with their roles."""
+    if isinstance(value, list):
+        value = "\n".join(f"[{message.get('role')}] {message.get('content')}" for message in value)
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", str(value))
+
+
+def _short(text: str, width: int) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= width else line[: width - 3] + "..."
+
+
+def _sample_text(row: Mapping[str, Any], total: int) -> str:
+    parts = (("prompt", row["prompt"]), ("reference", row["reference"]), ("generated", row["generated"]))
+    body = "\n\n".join(f"{name}:\n{_text(value)}" for name, value in parts)
+    return f"=== sample {row['index'] + 1} of {total} ===\n\n{body}\n"

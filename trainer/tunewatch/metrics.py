@@ -23,7 +23,7 @@ from tunewatch import __version__
 from tunewatch.health import SIGNALS
 from tunewatch.probe.pulse import STEP_BUCKETS
 from tunewatch.states import STATES
-from tunewatch.supervisor.snapshot import Snapshot
+from tunewatch.supervisor.snapshot import RankSnapshot, Snapshot
 
 PREFIX = "tunewatch_"
 MAX_LABEL = 128
@@ -123,6 +123,31 @@ def _memory(snapshot: Snapshot) -> Iterator[Sample]:
             yield (str(rank), "host" if kind == "rss" else "gpu", kind), amount
 
 
+def _phase(snapshot: Snapshot) -> Iterator[Sample]:
+    if snapshot.ending is None and snapshot.phase is not None:
+        yield (snapshot.phase, snapshot.activity or ""), 1.0
+
+
+def _intervals(snapshot: Snapshot) -> Iterator[Sample]:
+    yield from snapshot.intervals.items()
+
+
+def _rank_steps(snapshot: Snapshot) -> Iterator[Sample]:
+    for rank, values in _several_ranks(snapshot):
+        if values.step is not None:
+            yield (str(rank),), float(values.step)
+
+
+def _rank_phases(snapshot: Snapshot) -> Iterator[Sample]:
+    for rank, values in _several_ranks(snapshot):
+        yield from (((str(rank), phase), seconds) for phase, seconds in values.phase_seconds.items())
+
+
+def _several_ranks(snapshot: Snapshot) -> Iterable[tuple[int, RankSnapshot]]:
+    """The ranks, where there is something to compare."""
+    return snapshot.ranks.items() if len(snapshot.ranks) > 1 else ()
+
+
 def _gpus(snapshot: Snapshot) -> Iterator[Sample]:
     if snapshot.ending is None:
         for rank, values in snapshot.ranks.items():
@@ -140,6 +165,8 @@ METRICS: tuple[MetricDefinition, ...] = (
     D("run_end_timestamp_seconds", "gauge", "When the run ended, Unix time; absent while it lives.", _one(lambda s: s.run_end)),
     D("run_end_info", "info", "How the run ended and why; reason is empty for a completed run, when is early or late.", _end, ("state", "reason", "when")),
     D("attached", "gauge", "1 when a probe reports from inside the training, 0 when only the process is seen.", _one(lambda s: s.attached)),
+    D("phase_info", "info", "What a live run is busy with; activity says what it prepares (import, download, load, tokenize, restore, skip_data, first_batch).", _phase, ("phase", "activity")),
+    D("phase_progress_ratio", "gauge", "How much of that is done (tokenizing, downloading, generating samples), 0-1; absent while unknown.", _one(lambda s: s.phase_ratio if s.ending is None else None)),
     D("step", "gauge", "Optimizer step of the whole run.", _one(lambda s: s.step)),
     D("max_steps", "gauge", "Optimizer steps of the whole run; absent while unknown.", _one(lambda s: s.max_steps)),
     D("epoch", "gauge", "Epoch as the trainer reports it.", _one(lambda s: s.epoch)),
@@ -147,11 +174,15 @@ METRICS: tuple[MetricDefinition, ...] = (
     D("tokens_seen", "gauge", "Tokens of the whole run; kind all counts padding, non_padding does not.", _each(lambda s: s.tokens_seen), ("kind",)),
     D("samples_seen", "gauge", "Rows (packed rows count once) of the whole run.", _one(lambda s: s.samples_seen)),
     D("steps", "counter", "Optimizer steps of this session.", _one(lambda s: s.steps_total)),
+    D("steps_redone", "counter", "Steps that had to be done again because this session went on from a checkpoint behind them.", _one(lambda s: s.steps_redone_total)),
     D("tokens", "counter", "Tokens of this session; kind all counts padding, non_padding does not.", _each(lambda s: s.tokens_total), ("kind",)),
     D("samples", "counter", "Rows of this session (packed rows count once).", _one(lambda s: s.samples_total)),
     D("optimizer_steps_skipped", "counter", "Optimizer steps that the fp16 loss scaler skipped in this session.", _one(lambda s: s.steps_skipped_total)),
     D("batch_size_restarts", "counter", "Times that auto_find_batch_size started again with a smaller batch in this session.", _one(lambda s: s.batch_size_restarts_total)),
     D("resumes", "counter", "Times that this session resumed from a checkpoint.", _one(lambda s: s.resumes_total)),
+    D("batch_size", "gauge", "Rows per optimizer step over all ranks, as in effect.", _one(lambda s: s.batch_size)),
+    D("interval_steps", "gauge", "Steps between logs, evaluations and saves: requested by the arguments, effective in the trainer (a resume takes them from the checkpoint).", _intervals, ("what", "kind")),
+    D("parameters", "gauge", "Parameters of the model; kind trainable or total.", _each(lambda s: s.parameters), ("kind",)),
     D("loss", "gauge", "Training loss as last logged; NaN when it was, and when the trainer's filter hid a NaN in it.", _one(lambda s: s.loss)),
     D("learning_rate", "gauge", "Learning rate as last logged (first parameter group).", _one(lambda s: s.learning_rate)),
     D("grad_norm", "gauge", "Gradient norm before clipping, of the last step of the logging window.", _one(lambda s: s.grad_norm)),
@@ -168,6 +199,8 @@ METRICS: tuple[MetricDefinition, ...] = (
     D("phase_seconds", "counter", "Time of this session by what the training was busy with.", _each(lambda s: s.phase_seconds), ("phase",)),
     D("wasted_seconds", "counter", "Estimated time of steps that had to be done again after a restart.", _one(lambda s: s.wasted_seconds)),
     D("last_step_timestamp_seconds", "gauge", "When the rank last finished a step, Unix time.", _last_steps, ("rank",)),
+    D("rank_step", "gauge", "Optimizer step of each rank of this node; only where there are several.", _rank_steps, ("rank",)),
+    D("rank_phase_seconds", "counter", "Time of this session by rank and phase; only where there are several. A rank that waits for data while the others compute is the slow one.", _rank_phases, ("rank", "phase")),
     D("last_activity_timestamp_seconds", "gauge", "Last sign of life (step, micro-batch, evaluation batch, phase), Unix time.", _one(lambda s: s.last_activity)),
     D("progress_deadline_timestamp_seconds", "gauge", "When silence will be called a stall, learned from the run's pace and phase.", _one(lambda s: s.deadline)),
     D("walltime_deadline_timestamp_seconds", "gauge", "When the allocation ends (--walltime, walltime in the run file), Unix time.", _one(lambda s: s.walltime_deadline)),
@@ -179,19 +212,29 @@ METRICS: tuple[MetricDefinition, ...] = (
     D("health_level", "gauge", "0 ok, 1 attention, 2 bad; absent while unknown.", _one(_level)),
     D("checkpoints_saved", "counter", "Checkpoints saved in this session.", _one(lambda s: s.checkpoints_saved_total)),
     D("checkpoints_present", "gauge", "Complete checkpoints on the disk.", _one(lambda s: s.checkpoints_present)),
+    D("checkpoints_broken", "gauge", "Checkpoint folders on the disk that are incomplete or damaged.", _one(lambda s: s.checkpoints_broken)),
     D("checkpoint_last_step", "gauge", "Step of the newest complete checkpoint.", _one(lambda s: s.checkpoint_last_step)),
     D("checkpoint_last_timestamp_seconds", "gauge", "When the newest complete checkpoint was written, Unix time.", _one(lambda s: s.checkpoint_last_time)),
     D("checkpoint_size_bytes", "gauge", "Size of the newest complete checkpoint.", _one(lambda s: s.checkpoint_size)),
     D("checkpoint_duration_seconds", "gauge", "How long the last save took.", _one(lambda s: s.checkpoint_duration)),
     D("checkpoint_interval_steps", "gauge", "Steps between saves, as in effect.", _one(lambda s: s.checkpoint_interval_steps)),
     D("checkpoint_best_step", "gauge", "Step of the best evaluation whose checkpoint still exists.", _one(lambda s: s.checkpoint_best_step)),
+    D("checkpoint_resumable_step", "gauge", "Step of the newest checkpoint that a resume can trust: complete, with optimizer, scheduler and RNG state, and older than the first step of a NaN streak.", _one(lambda s: s.checkpoint_resumable_step)),
+    D("checkpoints_that_fit", "gauge", "How many more checkpoints of the newest one's size fit on the disk.", _one(lambda s: s.checkpoints_that_fit)),
+    D("work_at_risk_steps", "gauge", "Steps since the newest checkpoint that a resume can trust: lost if the run ended now.", _one(lambda s: s.work_at_risk_steps)),
+    D("work_at_risk_seconds", "gauge", "Training time of those steps, by the recent pace.", _one(lambda s: s.work_at_risk_seconds)),
     D("output_free_bytes", "gauge", "Free space where output_dir lies.", _one(lambda s: s.output_free_bytes)),
     D("resume_lost", "gauge", "1 for a part of the training state that the resume did not restore.", _each(lambda s: s.resume_lost), ("part",)),
     D("hub_push_failures", "counter", "Pushes to the hub that failed in this session.", _one(lambda s: s.hub_push_failures_total)),
     D("hub_push_last_success_timestamp_seconds", "gauge", "When a push to the hub last succeeded, Unix time.", _one(lambda s: s.hub_push_last_success)),
     D("samples_generated", "gauge", "Generations written for a person to review.", _one(lambda s: s.samples_generated)),
+    D("samples_reviewed", "gauge", "Of those, how many a person has marked as read (tunewatch samples review).", _one(lambda s: s.samples_reviewed)),
+    D("eval_overlap_rows", "gauge", "Evaluation rows that also occur in the training data; absent where that can not be told.", _one(lambda s: s.eval_overlap_rows)),
     D("run_gpu_info", "info", "The GPUs of a live run, by uuid in NVML's spelling.", _gpus, ("rank", "uuid")),
     D("process_memory_bytes", "gauge", "Memory of the training process: allocated, reserved, peak on its GPU, rss on the host.", _memory, ("rank", "device", "kind")),
+    D("probe_seconds", "counter", "Time that the probe took on the training threads of this session.", _one(lambda s: s.probe_seconds_total)),
+    D("probe_errors", "counter", "Faults of the monitoring itself: hook (in the training process), append (events the disk did not take at once), malformed (lines that could not be read).", _each(lambda s: s.probe_errors), ("kind",)),
+    D("clock_jumps", "counter", "Times that the clock of this machine was set while the run was watched.", _one(lambda s: s.clock_jumps_total)),
 )  # fmt: skip
 
 STEP_DURATION = "tunewatch_step_duration_seconds"

@@ -38,7 +38,7 @@ RUN_THEMES = {
     "tunewatch_nonfinite_steps_total": "Health",
     "tunewatch_checkpoints_saved_total": "Checkpoints and results",
     "tunewatch_run_gpu_info": "GPUs and memory of the training",
-    BUILD_INFO: "The exporter itself",
+    "tunewatch_probe_seconds_total": "The monitoring itself",
 }
 GPU_THEMES = {
     "tunewatch_gpu_info": "Which GPUs, and whether they answer",

@@ -9,6 +9,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from tunewatch import states
 from tunewatch.health import human_duration
 from tunewatch.supervisor.snapshot import Snapshot
 
@@ -49,8 +50,8 @@ class ProgressView:
                 self._task,
                 description=describe(snapshot),
                 state=snapshot.state,
-                total=snapshot.max_steps,
-                completed=snapshot.step or 0,
+                total=None if snapshot.max_steps is None else 100,
+                completed=shown_percent(snapshot.step or 0, snapshot.max_steps or 0, snapshot.state),
             )
         elif changed or time.monotonic() >= self._plain_due:
             self._plain_due = time.monotonic() + PLAIN_SECONDS
@@ -61,6 +62,13 @@ class ProgressView:
     def close(self) -> None:
         if self._live is not None:
             self._live.stop()
+
+
+def shown_percent(step: int, total: int, state: str | None) -> int:
+    """How much of a run is done, in percent: 100 only for a completed one, for after the last step it is packaged."""
+    if state == states.COMPLETED:
+        return 100
+    return min(99, int(100 * step / total)) if total > 0 else 0
 
 
 def describe(snapshot: Snapshot) -> str:

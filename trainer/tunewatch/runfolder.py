@@ -92,7 +92,7 @@ class RunFolder:
         path = self.path / name
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as error:
             raise RunFolderError(f"{path} can not be read: {error}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +14,9 @@ from tunewatch import states
 from tunewatch.finetune.errors import require_train_extra
 from tunewatch.health import Patience
 from tunewatch.progressview import ProgressView
-from tunewatch.run import child_environment, report_end, report_start, say, supervise
+from tunewatch.provenance import overlap_warning
+from tunewatch.review import review_state
+from tunewatch.run import child_environment, report_end, report_start, run_id_not_watched, say, supervise
 from tunewatch.runfolder import RunFolder, create_run
 from tunewatch.supervisor.watch import Options, Supervisor
 
@@ -31,7 +34,14 @@ class Job:
     options: Options
 
 
-def prepare(config_path: Path, *, name: str | None, run_id: str | None, options: Options) -> Job:
+def prepare(
+    config_path: Path,
+    *,
+    name: str | None,
+    run_id: str | None,
+    options: Options,
+    patience: Mapping[str, float],
+) -> Job:
     """Check the configuration and make the run's folder, before anything is started.
 
     Raises ConfigError (which names key, found and allowed), MissingExtraError and RunFolderError.
@@ -43,7 +53,7 @@ def prepare(config_path: Path, *, name: str | None, run_id: str | None, options:
     if name is not None:
         config = config.model_copy(update={"name": name})
     earlier = _earlier_run(config)
-    run_id = run_id or os.environ.get("TUNEWATCH_RUN_ID") or earlier
+    run_id = run_id_not_watched(run_id or os.environ.get("TUNEWATCH_RUN_ID") or earlier)
     folder = create_run(
         run_id=run_id,
         name=config.name,
@@ -55,7 +65,9 @@ def prepare(config_path: Path, *, name: str | None, run_id: str | None, options:
     path.touch(mode=0o600)
     path.write_text(config.to_yaml(), encoding="utf-8")
     options = replace(
-        options, patience=_patience(config, options.patience), walltime=options.walltime or config.walltime
+        options,
+        patience=Patience(**{**config.patience, **patience}),
+        walltime=options.walltime or config.walltime,
     )
     return Job(folder, options)
 
@@ -80,7 +92,21 @@ def run_job(job: Job, *, quiet: bool) -> int:
     assert supervisor.ending is not None
     if supervisor.ending.state == states.FAILED:
         say(f"its output is in {job.folder.child_log}")
+    elif supervisor.ending.state == states.COMPLETED:
+        _say_what_is_not_known_yet(job.folder)
     return EXIT_CODES[supervisor.ending.state]
+
+
+def _say_what_is_not_known_yet(folder: RunFolder) -> None:
+    """A lower loss alone is no success: was there an evaluation worth the name, and has anybody read the samples?"""
+    info = (folder.read("run.json") or {}).get("info", {})
+    if not info.get("eval_rows", 1):
+        say("no evaluation was run: there is no evaluation set")
+    if overlap := info.get("eval_overlap_rows"):
+        say(f"warning: {overlap_warning(overlap, info.get('eval_rows', '?'))}")
+    samples = review_state(folder)
+    if samples is not None and samples.generated:
+        say(f"{samples}: tunewatch samples show {folder.run_id}")
 
 
 def _earlier_run(config: RunConfig) -> str | None:
@@ -92,11 +118,3 @@ def _earlier_run(config: RunConfig) -> str | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return run_id if isinstance(run_id, str) else None
-
-
-def _patience(config: RunConfig, from_flags: Patience) -> Patience:
-    """Flags win over the file."""
-    default = Patience()
-    changed = {name: getattr(from_flags, name) for name in Patience.names()}
-    flags = {name: value for name, value in changed.items() if value != getattr(default, name)}
-    return replace(replace(default, **config.patience), **flags)

@@ -322,12 +322,17 @@ def _timeline() -> Panel:
     ]
     for ref, level, code in (("E", "bad", 2), ("F", "attention", 1)):
         names = "|".join(name for name, its_level in SIGNALS.items() if its_level == level)
-        health = f'max by (signal) (tunewatch_health{{{RUN}, signal=~"{names}"}})'
-        queries.append(series(f"{code} * {health}", "{{signal}}", ref))
+        health = f'tunewatch_health{{{RUN}, signal=~"{names}"}}'
+        held = f"max by (signal) (max_over_time({health}[$__range])) == 1"
+        queries.append(
+            series(f"{code} * max by (signal) ({health}) and on (signal) ({held})", "{{signal}}", ref)
+        )
+    # The many that never held are one row: the level, which is 0 while none holds.
+    queries.append(series(f"max by (run_id) (tunewatch_health_level{{{RUN}}})", "health", "G"))
     return timeline(
         "State, NaN and health signals",
-        "The state; whether steps and logged values are numbers; and each signal of the supervisor. Normal is “ok” in "
-        "all rows; a gap is a time without data, not a good one.",
+        "The state; whether steps and logged values are numbers; the supervisor's verdict, and each signal that held in "
+        "the time shown. Normal is “ok” in all rows; a gap is a time without data, not a good one.",
         *queries,
         values={
             0: ("ok", "dark-green"),

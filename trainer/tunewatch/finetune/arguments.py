@@ -27,6 +27,10 @@ def training_arguments(config: RunConfig, *, has_eval: bool) -> Any:
         _refuse_eval_without_data(given)
     elif "eval_strategy" not in given:
         given["eval_strategy"] = "steps" if "eval_steps" in given else "epoch"
+    if config.dataset.streaming and int(given.get("max_steps") or 0) <= 0:
+        raise ConfigError(
+            "streamed rows have no known number: set how many steps to train", key="training.max_steps"
+        )
     defaults: dict[str, Any] = {
         "output_dir": str(config.output_dir),
         "run_name": config.name,

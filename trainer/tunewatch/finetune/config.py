@@ -7,8 +7,7 @@ the resolved copy in the run folder means the same.
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,11 +24,13 @@ from pydantic import (
 
 from tunewatch.durations import DurationError, parse_duration
 from tunewatch.finetune.errors import ConfigError, nearest
+from tunewatch.health import Patience
+from tunewatch.provenance import is_secret_key, masked_text
 
 TINY_MODEL = "tunewatch:tiny"
 """As `model`, stands for a tiny random Llama that is built on the spot: a rehearsal without a download."""
 
-PATIENCE_KEYS = ("prepare", "first_step", "step", "evaluate", "save", "package")
+PATIENCE_KEYS = tuple(name for name in Patience.names() if name != "step_factor")
 
 OWNED_TRAINING_KEYS = {
     "output_dir": "set output_dir at the top level",
@@ -52,7 +53,6 @@ OWNED_TRAINING_KEYS = {
 }
 """Keys of `training:` that the job sets itself, and what to use instead."""
 
-_SECRET = re.compile(r"token|secret|passw|api_?key", re.IGNORECASE)
 _DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 
 
@@ -79,14 +79,22 @@ class ModelSection(_Section):
     trust_remote_code: bool = False
 
 
-class DatasetSection(_Section):
-    """Training and evaluation rows: a Hub id, a local file (JSONL, JSON, Parquet, CSV) or a local folder."""
+Paths = Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(min_length=1)]
 
-    path: str = Field(min_length=1)
+
+class DatasetSection(_Section):
+    """Training and evaluation rows: a Hub id, a local folder, or local files (JSONL, JSON, Parquet, CSV).
+
+    Files are one path, a pattern such as `shards/*.jsonl`, or a list of both. With `streaming` rows are read while
+    the training runs, and never counted.
+    """
+
+    path: Paths
     name: str | None = None
     split: str = "train"
     revision: str | None = None
-    eval_path: str | None = None
+    streaming: bool = False
+    eval_path: Paths | None = None
     eval_split: str | None = None
     eval_fraction: float | None = Field(default=None, gt=0, lt=1)
     text_field: str | None = None
@@ -102,6 +110,10 @@ class DatasetSection(_Section):
         if len(chosen) > 1:
             raise ValueError(
                 f"set one of eval_path, eval_split and eval_fraction, not {' and '.join(chosen)}"
+            )
+        if self.streaming and self.eval_fraction is not None:
+            raise ValueError(
+                "eval_fraction needs the number of rows: with streaming, set eval_path or eval_split"
             )
         return self
 
@@ -138,7 +150,7 @@ class RunConfig(_Section):
     lora: dict[str, Any] | Literal[False] = Field(default_factory=dict)
     training: dict[str, Any] = Field(default_factory=dict)
     samples: Annotated[SamplesSection, _named("number")] = Field(default_factory=SamplesSection)
-    patience: dict[Literal["prepare", "first_step", "step", "evaluate", "save", "package"], Duration] = Field(
+    patience: dict[Literal[PATIENCE_KEYS], Duration] = Field(  # type: ignore[valid-type]
         default_factory=dict
     )
     resume: bool | str = False
@@ -189,7 +201,16 @@ def load_config(path: str | os.PathLike[str]) -> RunConfig:
 
 
 def parse_config(raw: Mapping[str, Any], *, base: Path, default_name: str = "run") -> RunConfig:
-    """Check a configuration that was read already; relative paths are relative to `base`."""
+    """Check a configuration that was read already; relative paths are relative to `base`.
+
+    No secret gets in: the checked configuration is copied into the run folder, and parts of it are shown.
+    """
+    for key in _secrets(raw):
+        if key.removeprefix("training.") not in OWNED_TRAINING_KEYS:
+            raise ConfigError(
+                "a secret does not belong in this file: set HF_TOKEN, or what the secret is for, in the environment",
+                key=key,
+            )
     try:
         config = RunConfig.model_validate({"name": default_name, **raw})
     except ValidationError as error:
@@ -205,6 +226,27 @@ def is_local(name: str) -> bool:
     return Path(name).is_absolute()
 
 
+def _secrets(value: Any, key: str = "") -> Iterator[str]:
+    """The keys whose names or values are those of a secret, as far as something is set there."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            path = f"{key}.{name}" if key else str(name)
+            if (
+                is_secret_key(str(name))
+                and isinstance(item, str | int)
+                and not isinstance(item, bool)
+                and item != ""
+            ):
+                yield path
+            else:
+                yield from _secrets(item, path)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _secrets(item, key)
+    elif isinstance(value, str) and masked_text(value) != value:
+        yield key
+
+
 def _with_absolute_paths(config: RunConfig, base: Path) -> RunConfig:
     dataset = config.dataset
     resume = config.resume
@@ -217,18 +259,26 @@ def _with_absolute_paths(config: RunConfig, base: Path) -> RunConfig:
             "model": config.model.model_copy(update={"name": _resolve(config.model.name, base)}),
             "dataset": dataset.model_copy(
                 update={
-                    "path": _resolve(dataset.path, base),
-                    "eval_path": dataset.eval_path and _resolve(dataset.eval_path, base),
+                    "path": _resolve_all(dataset.path, base),
+                    "eval_path": dataset.eval_path and _resolve_all(dataset.eval_path, base),
                 }
             ),
         }
     )
 
 
+def _resolve_all(names: str | list[str], base: Path) -> str | list[str]:
+    """Absolute paths; what stands in a list is always a file of this machine."""
+    if isinstance(names, str):
+        return _resolve(names, base)
+    return [os.path.normpath(base / Path(name).expanduser()) for name in names]
+
+
 def _resolve(name: str, base: Path) -> str:
     """An absolute path when `name` looks like one or exists below `base`; a Hub id as it is."""
     path = base / Path(name).expanduser()
     looks_local = name.startswith(("/", "./", "../", "~")) or name.lower().endswith(_DATA_SUFFIXES)
+    looks_local = looks_local or any(sign in name for sign in "*?[")
     return os.path.normpath(path) if looks_local or path.exists() else name
 
 
@@ -245,6 +295,8 @@ _ALLOWED = {
     "resume": "false, true, auto, if_available, or the path of a checkpoint",
     "hub.push_to": "user/repository",
     "samples": "a number, false, or a mapping",
+    "dataset.path": "a Hub id, a path, or a list of files",
+    "dataset.eval_path": "a Hub id, a path, or a list of files",
     "int_parsing": "a whole number",
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -268,7 +320,7 @@ def _config_error(error: ValidationError) -> ConfigError:
     path = [
         str(part) for part in first["loc"] if not str(part).startswith(("function-", "literal[", "dict["))
     ]
-    if path and path[-1] in ("bool", "str", "[key]"):
+    if path and path[-1] in ("bool", "str", "constrained-str", "[key]", "list[str]"):
         path.pop()
     key, found = ".".join(path), first["input"]
     if first["type"] == "extra_forbidden":
@@ -290,7 +342,7 @@ def _config_error(error: ValidationError) -> ConfigError:
 
 def shown(key: str, value: object) -> str:
     """A value for an error message: short, and never that of a key which sounds like a secret."""
-    if _SECRET.search(key):
+    if is_secret_key(key):
         return f"a {_kind(value)}"
     text = repr(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({_kind(value)})"

@@ -9,9 +9,10 @@ from __future__ import annotations
 import difflib
 import errno
 import os
+import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 
 from tunewatch.finetune.arguments import lora_config, training_arguments
 from tunewatch.finetune.config import TINY_MODEL, DatasetSection, ModelSection, RunConfig, is_local
-from tunewatch.finetune.data import LoadedData, load_data, texts
+from tunewatch.finetune.data import LoadedData, is_streamed, load_data, texts
 from tunewatch.finetune.errors import (
     ConfigError,
     DataError,
@@ -31,12 +32,14 @@ from tunewatch.finetune.errors import (
 )
 from tunewatch.finetune.faults import faults_from_environment
 from tunewatch.finetune.hub import explain_hub_errors
+from tunewatch.finetune.overlap import eval_rows_in_train
 from tunewatch.finetune.packaging import package, push
-from tunewatch.finetune.progress import dataset_progress
 from tunewatch.finetune.resume import choose_checkpoint
 from tunewatch.finetune.samples import write_samples
+from tunewatch.probe.hook import watch_bars
 from tunewatch.probe.writer import RunWriter
-from tunewatch.provenance import library_versions, public_name
+from tunewatch.provenance import library_versions, masked, masked_text, overlap_warning, public_name
+from tunewatch.review import REVIEW
 
 _ENVIRONMENT = {
     "HF_HUB_DISABLE_TELEMETRY": "1",  # TRL pings its makers when a trainer is built
@@ -57,13 +60,13 @@ def run_job(config: RunConfig, writer: RunWriter) -> None:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     writer.event("state", state="preparing")
-    writer.event("provenance", info={"name": config.name}, environment=library_versions())
+    writer.event("provenance", info={"name": masked_text(config.name)}, environment=library_versions())
     check_writable(config.output_dir)
     checkpoint = choose_checkpoint(config)
 
     prepared = _prepare(config, writer)
     if checkpoint is not None:
-        writer.phase("prepare", detail=f"resuming from {checkpoint.name}")
+        writer.phase("prepare", detail=f"resuming from {checkpoint.name}", activity="restore")
     prepared.trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if _cut_short(prepared.trainer):
         return  # preempted: the checkpoint is written, and there is no time to package a half-done model
@@ -84,7 +87,7 @@ def check_writable(output_dir: Path) -> None:
 
 
 def _prepare(config: RunConfig, writer: RunWriter) -> _Prepared:
-    writer.phase("prepare", detail="importing torch and trl")
+    writer.phase("prepare", detail="importing torch and trl", activity="import")
     import trl
 
     from tunewatch.probe.callback import TunewatchCallback
@@ -93,12 +96,17 @@ def _prepare(config: RunConfig, writer: RunWriter) -> _Prepared:
     arguments = training_arguments(config, has_eval=_has_eval(config.dataset))
     adapter = lora_config(config)
 
-    def report(step: str, ratio: float | None) -> None:
-        writer.phase("prepare", detail=step, ratio=ratio)
+    def report(step: str, ratio: float | None, activity: str | None = "load") -> None:
+        writer.phase("prepare", detail=step, ratio=ratio, activity=activity)
 
+    watch_bars()
     report("reading the dataset", None)
-    with dataset_progress(report):
-        data = load_data(config.dataset, seed=arguments.seed)
+    data = load_data(config.dataset, seed=arguments.seed)
+    overlap = eval_rows_in_train(
+        data, lambda ratio: report("comparing the evaluation set with the training set", ratio, None)
+    )
+    if overlap:
+        print(overlap_warning(overlap, _rows(data.eval)), file=sys.stderr, flush=True)
 
     section = config.model
     if section.name == TINY_MODEL:
@@ -113,7 +121,8 @@ def _prepare(config: RunConfig, writer: RunWriter) -> _Prepared:
         )
     report("loading the model", None)
     model = _load_model(section, full=adapter is None)
-    with dataset_progress(report), _explain_preparation():
+    report("tokenizing", None, "tokenize")
+    with _explain_preparation():
         trainer = trl.SFTTrainer(
             model=model,
             args=arguments,
@@ -127,9 +136,28 @@ def _prepare(config: RunConfig, writer: RunWriter) -> _Prepared:
         raise NothingTrainableError(
             "no parameter of the model can be trained: look at lora.target_modules and lora.inference_mode"
         )
-    info = run_info(config, section, trainer, data)
-    writer.event("provenance", info=info, environment=library_versions())
-    return _Prepared(trainer, tokenizer, data, info)
+
+    def tell() -> dict[str, Any]:
+        info = run_info(config, section, trainer, data, overlap)
+        writer.event("provenance", info=info, environment=library_versions())
+        return info
+
+    trainer.add_callback(_at_train_begin(tell))
+    return _Prepared(trainer, tokenizer, data, tell())
+
+
+def _at_train_begin(tell: Callable[[], object]) -> Any:
+    """A callback that tells again when a training begins, now with what took effect.
+
+    It comes after the probe's callback, which knows less: of the rows only what became of them.
+    """
+    from transformers import TrainerCallback
+
+    class TellAgain(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            tell()
+
+    return TellAgain()
 
 
 def _finish(config: RunConfig, writer: RunWriter, prepared: _Prepared) -> None:
@@ -184,6 +212,7 @@ def _generate(config: RunConfig, writer: RunWriter, prepared: _Prepared) -> None
             prepared.tokenizer,
             prepared.data,
             config.output_dir,
+            run_id=writer.run_id,
             number=config.samples.number,
             max_new_tokens=config.samples.max_new_tokens,
             report=report,
@@ -191,27 +220,37 @@ def _generate(config: RunConfig, writer: RunWriter, prepared: _Prepared) -> None
     except Exception:  # noqa: BLE001
         traceback.print_exc()
         generated = 0
+    if writer.folder:
+        (Path(writer.folder) / REVIEW).unlink(missing_ok=True)  # it is of the samples of an earlier session
     writer.event("samples", generated=generated)
 
 
-def run_info(config: RunConfig, model: ModelSection, trainer: Any, data: LoadedData) -> dict[str, Any]:
+def run_info(
+    config: RunConfig, model: ModelSection, trainer: Any, data: LoadedData, overlap: int | None
+) -> dict[str, Any]:
     """What identifies a run, as it took effect: keys of `tunewatch_run_info` and more. No path, no secret."""
     arguments = trainer.args
     adapter = next(iter(getattr(trainer.model, "peft_config", {}).values()), None)
     info = {
         "name": config.name,
         "base_model": public_name(model.name),
-        "base_model_revision": getattr(trainer.model.config, "_commit_hash", None) or model.revision,
-        "dataset": public_name(config.dataset.path),
+        "base_model_revision": _model_revision(model, trainer.model),
+        "dataset": data.name,
         "dataset_revision": data.revision,
         "dataset_hash": data.hash,
-        "dataset_rows": len(data.train),
-        "eval_rows": len(data.eval) if data.eval is not None else 0,
+        "dataset_split": config.dataset.split,
+        "dataset_rows": _rows(data.train),
+        "eval_dataset": data.eval_name,
+        "eval_dataset_hash": data.eval_hash,
+        "eval_split": config.dataset.eval_split,
+        "eval_fraction": config.dataset.eval_fraction,
+        "eval_rows": _rows(data.eval),
+        "eval_overlap_rows": overlap,
         "method": "full" if adapter is None else "lora",
         "lora_r": getattr(adapter, "r", None),
         "lora_alpha": getattr(adapter, "lora_alpha", None),
         "lora_target_modules": _module_names(adapter.target_modules) if adapter is not None else None,
-        "batch_size": arguments.per_device_train_batch_size
+        "batch_size": (trainer.state.train_batch_size or arguments.per_device_train_batch_size)
         * arguments.gradient_accumulation_steps
         * arguments.world_size,
         "gradient_accumulation_steps": arguments.gradient_accumulation_steps,
@@ -219,10 +258,39 @@ def run_info(config: RunConfig, model: ModelSection, trainer: Any, data: LoadedD
         "max_steps": arguments.max_steps if arguments.max_steps > 0 else None,
         "learning_rate": arguments.learning_rate,
         "max_length": arguments.max_length,
-        "precision": "bf16" if arguments.bf16 else "fp16" if arguments.fp16 else "fp32",
+        "precision": _precision(arguments, trainer.model),
         "seed": arguments.seed,
+        "data_seed": arguments.data_seed,
     }
-    return {key: value for key, value in info.items() if value is not None}
+    known: dict[str, Any] = masked({key: value for key, value in info.items() if value is not None})
+    return known
+
+
+def _rows(rows: Any | None) -> int | None:
+    """How many rows there are; None while nobody knows."""
+    if rows is None:
+        return 0
+    return None if is_streamed(rows) else len(rows)
+
+
+def _model_revision(section: ModelSection, model: Any) -> str | None:
+    """The commit of a base model of the Hub, or what was asked for where it is unknown; a folder has none."""
+    if is_local(section.name):
+        return None
+    return getattr(model.config, "_commit_hash", None) or section.revision
+
+
+def _precision(arguments: Any, model: Any) -> str:
+    """What is computed in: autocast's type where it is on, else that of most of the weights."""
+    if arguments.bf16 or arguments.fp16:
+        return "bf16" if arguments.bf16 else "fp16"
+    counts: dict[str, int] = {}
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            name = str(parameter.dtype).removeprefix("torch.")
+            counts[name] = counts.get(name, 0) + parameter.numel()
+    most = max(counts, key=counts.__getitem__, default="float32")
+    return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}.get(most, most)
 
 
 def _module_names(targets: str | set[str]) -> str:

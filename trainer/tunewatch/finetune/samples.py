@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tunewatch.finetune.data import LoadedData, held_out_prompts
-
-SAMPLES = "samples.jsonl"
+from tunewatch.review import SAMPLES
 
 
 def write_samples(
@@ -22,11 +21,12 @@ def write_samples(
     data: LoadedData,
     folder: Path,
     *,
+    run_id: str,
     number: int,
     max_new_tokens: int,
     report: Callable[[int, int], None],
 ) -> int:
-    """Write `samples.jsonl` with prompt, reference and generated text, and return how many there are.
+    """Write `samples.jsonl` with run, prompt, reference and generated text, and return how many there are.
 
     Greedy decoding, so that two checkpoints can be compared. `report` takes the count done and the total.
     """
@@ -49,7 +49,13 @@ def write_samples(
                 pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
             )
             text = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-            row = {"index": index, "prompt": prompt, "reference": reference, "generated": text}
+            row = {
+                "run_id": run_id,
+                "index": index,
+                "prompt": prompt,
+                "reference": reference,
+                "generated": text,
+            }
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
     temporary.replace(folder / SAMPLES)
     return len(prompts)

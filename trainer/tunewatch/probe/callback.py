@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
+from .hook import watch_bars
+from .ownruns import Asked, OwnRun, run_of_training, waiting_run
 from .progress import Listener, ProgressTracker
-from .reporter import Reporter, claim
+from .reporter import Reporter, claim, owner_of, release
 from .tap import install
 from .writer import RunWriter, process_globals
 
@@ -27,7 +29,8 @@ class TunewatchCallback(TrainerCallback):
 
     In a process that `tunewatch train` or `tunewatch exec` started, it reports to their run. Anywhere else (a script, a
     notebook) it makes a run of its own when the trainer is built, and starts a supervisor process that watches this
-    one; `name` and `run_id` name that run, and `supervise=False` leaves the watching out.
+    one; `name` and `run_id` name that run, and `supervise=False` leaves the watching out. Each further `train()` that
+    does not resume is a run of its own, too (with `run_id` "mine": mine-2, mine-3 and so on).
 
     Nothing it does raises into the training, blocks it or slows it: hooks take tens of microseconds, and faults
     are counted and written to `probe-errors.log` in the run folder.
@@ -41,7 +44,13 @@ class TunewatchCallback(TrainerCallback):
         self._name, self._run_id, self._supervise = name, run_id, supervise
         self._reporter: Any = None  # a Reporter, once the trainer is known
         self._active = False
+        self._run: OwnRun | None = None  # where nobody else started one
+        self._ended = False
         install(sys.modules["transformers"].Trainer)
+        watch_bars()
+        if not _is_supervised():
+            # TRL tokenizes before it builds the trainer: the run may begin with a bar.
+            process_globals()["open_run"] = functools.partial(_open_run, weakref.ref(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy (of a trainer that is handed to another process, say) starts anew, without threads and files."""
@@ -57,16 +66,25 @@ class TunewatchCallback(TrainerCallback):
     @property
     def run_id(self) -> str | None:
         """The run's id, known from the moment the trainer is built."""
+        if self._run is not None:
+            return self._run.writer.run_id
         return self._reporter.writer.run_id if self._reporter else self._run_id
 
     # -- transformers' events; each returns None, so that the training's control is never touched ----------
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._ready(state, control):
+        if self._ready(args, state, control):
             self._reporter.init_end()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._ready(state, control):
+        ready = self._ready(args, state, control)
+        fresh = self._run is not None and not self._run.used
+        if not process_globals().get("training") and (self._ended or fresh or not ready):
+            # Nobody told of this train(), for it does not call transformers'. Without an end before it, it is a
+            # search for the batch size that tries again.
+            self.train_is_called(args, state, control, state.global_step > 0)
+        self._ended = False
+        if self._active:
             self._reporter.train_begin(args, state, **kwargs)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -107,69 +125,77 @@ class TunewatchCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._active:
+            self._ended = True
             self._reporter.train_end(state, control)
+
+    def train_is_called(self, args: Any, state: Any, control: Any, resume_from_checkpoint: Any) -> None:
+        """`train()` begins; the tap says so, transformers has no such event. Where nobody else gave this process a run,
+        the training gets one of its own, or goes on in that of the checkpoint that it resumes from."""
+        if _is_supervised() or not _is_main(state) or owner_of(control) is not self._reporter:
+            return
+        try:
+            self._run = run_of_training(self._run, self._asked(), args.output_dir, resume_from_checkpoint)
+            if self._reporter is None or self._reporter.writer is not self._run.writer:
+                release(control)
+                self._reporter = Reporter(self._run.writer, self.tracker)
+            self._active = claim(self._reporter, control)
+        except Exception as error:
+            self._give_up(error)
 
     # -- inside -------------------------------------------------------------------------------------------
 
-    def _ready(self, state: Any, control: Any) -> bool:
+    def _ready(self, args: Any, state: Any, control: Any) -> bool:
         try:
-            if self._reporter is None:
-                self._reporter = Reporter(self._open_writer(state), self.tracker)
             training = process_globals().get("training")
+            if self._reporter is None and (training is not None or owner_of(control) is not None):
+                return False  # a trainer within another's training, or one that another callback reports on
+            writer = self._reporter.writer if self._reporter else self._open_writer(args, state)
+            if writer is None:
+                return False
+            self._reporter = self._reporter or Reporter(writer, self.tracker)
             self._active = (
-                not self._reporter.writer.inert
-                and training in (None, self._reporter)
-                and claim(self._reporter, control)
+                not writer.inert and training in (None, self._reporter) and claim(self._reporter, control)
             )
         except Exception as error:
-            self._active = False
-            print(f"tunewatch: not watching this training: {error}", file=sys.stderr)
+            self._give_up(error)
         return self._active
 
-    def _open_writer(self, state: Any) -> RunWriter:
-        if os.environ.get("TUNEWATCH_RUN_FOLDER"):
+    def _open_writer(self, args: Any, state: Any) -> RunWriter | None:
+        """The writer of the trainer's run; None while that one can not be told."""
+        if _is_supervised():
             return RunWriter.from_environment()
-        # Way 3: nobody watches this process yet.
-        from tunewatch.runfolder import create_run
-
-        if not getattr(state, "is_world_process_zero", True):
+        process_globals()["open_run"] = None
+        if not _is_main(state):
             return RunWriter(None)
-        folder = create_run(run_id=self._run_id, name=self._name or _script_name(), way="callback")
-        writer = RunWriter(str(folder.path), way="callback")
-        process_globals()["writer"] = writer
-        _report_exceptions()
-        if self._supervise:
-            _start_supervisor(folder.run_id)
-        return writer
+        self._run = self._run or waiting_run(self._asked(), args.output_dir)
+        return self._run.writer if self._run else None
+
+    def _open_early(self) -> None:
+        process_globals()["open_run"] = None
+        if os.environ.get("RANK", "0") == "0":
+            self._run = waiting_run(self._asked())
+        if self._run is not None:
+            self._run.writer.phase("prepare")
+
+    def _asked(self) -> Asked:
+        return Asked(self._name, self._run_id, self._supervise)
+
+    def _give_up(self, error: Exception) -> None:
+        self._active = False
+        print(f"tunewatch: not watching this training: {error}", file=sys.stderr)
 
 
-def _script_name() -> str:
-    main = getattr(sys.modules.get("__main__"), "__file__", None)
-    return os.path.splitext(os.path.basename(main))[0] if main else "notebook"
+def _is_main(state: Any) -> bool:
+    return bool(getattr(state, "is_world_process_zero", True))
 
 
-def _report_exceptions() -> None:
-    from .hook import install_excepthook
-
-    install_excepthook()
+def _is_supervised() -> bool:
+    return bool(os.environ.get("TUNEWATCH_RUN_FOLDER"))
 
 
-def _start_supervisor(run_id: str) -> None:
-    """Start `tunewatch adopt RUN` as a process of its own, which outlives this one."""
-    import tunewatch
-
-    source = os.path.dirname(os.path.dirname(os.path.abspath(tunewatch.__file__)))
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")])),
-    }
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        environment.pop(name, None)
-    subprocess.Popen(
-        [sys.executable, "-m", "tunewatch", "adopt", run_id, "--pid", str(os.getpid()), "--quiet"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        env=environment,
-    )
+def _open_run(callback: weakref.ref[TunewatchCallback]) -> None:
+    alive = callback()
+    if alive is None:
+        process_globals()["open_run"] = None
+    else:
+        alive._open_early()

@@ -21,12 +21,12 @@ _MESSAGES: tuple[tuple[str, str], ...] = (
     ("oom_host", r"DefaultCPUAllocator: (can't|not enough)|Cannot allocate memory|^MemoryError|ArrayMemoryError|std::bad_alloc"),
     ("disk_full", r"No space left on device|os error 28|Disk quota exceeded|os error 122|file write failed|PytorchStreamWriter failed writing|inline_container\.cc.*unexpected pos"),
     ("nccl_timeout", r"(NCCL|collective operation|ProcessGroup\w+).*(timeout|timed out)|Watchdog caught collective|Timed out waiting \d+ms for (recv|send)"),
-    ("gpu_lost", r"unspecified launch failure|fallen off the bus|GPU is lost|uncorrectable ECC|device handle for GPU|no CUDA-capable device"),
+    ("gpu_lost", r"unspecified launch failure|fallen off the bus|GPU is lost|GPU_IS_LOST|uncorrectable ECC|device handle for GPU|no CUDA-capable device|\bXid\b|CUDA error: (unknown error|misaligned address|an illegal instruction|hardware stack error|invalid program counter|the launch timed out|mapping of buffer object failed|device kernel image is invalid|CUDA-capable device\(s\) is/are busy)|CUDNN_STATUS_(INTERNAL|EXECUTION)_FAILED.*launch|Unable to determine the device handle|device not ready|HIP error: (unspecified launch failure|device lost|unknown error)|cudaErrorLaunchFailure|cudaErrorECCUncorrectable"),
     ("config", r"^(RepositoryNotFoundError|RevisionNotFoundError)"),  # the hub says 401 for a name it does not have
-    ("auth", r"GatedRepoError|LocalTokenNotFound|gated repo|\b401\b.*(Unauthorized|Client Error)|\b403\b.*Forbidden|Invalid user token|Please log in|Unauthorized for url"),
+    ("auth", r"GatedRepoError|restricted and you are not in the authorized list|Access to model .* is restricted|LocalTokenNotFound|gated repo|\b401\b.*(Unauthorized|Client Error)|\b403\b.*Forbidden|Invalid user token|Please log in|Unauthorized for url"),
     ("checkpoint_corrupt", r"SafetensorError|Weights only load failed|PytorchStreamReader failed|incomplete metadata, file not fully covered|Can't find a valid checkpoint|checkpoint is corrupt"),
     ("config", r"is not a local folder and is not a valid model identifier|Repo id must|No such (model|repo)|HFValidationError"),
-    ("config", r"Target modules .* not found|unexpected keyword argument|No module named|ImportError|ModuleNotFoundError|PackageNotFoundError|not support(ed)? bf16|doesn't support (bf16|fp16)|Your setup doesn't support"),
+    ("config", r"Target modules .* not found|No modules were targeted|unexpected keyword argument|No module named|ImportError|ModuleNotFoundError|PackageNotFoundError|not support(ed)? bf16|doesn't support (bf16|fp16)|Your setup doesn't support|(bf16|bfloat16|fp16|fp8).{0,40}(is )?not supported|no kernel image is available|invalid device ordinal|Torch not compiled with CUDA|TemplateSyntaxError|TemplateError|UndefinedError|chat_template is not set|Unrecognized argument"),
     ("config", r"No valid checkpoint found|Unrecognized (model|configuration)|is not a valid .*Strategy|ValidationError|requires the .* library"),
     ("hub", r"HfHubHTTPError|LocalEntryNotFoundError|OfflineModeIsEnabled|Connection error.*hugging|couldn't connect to|We couldn't connect"),
     ("nan", r"FloatingPointError|returned nan values|contains either `?inf`?, `?nan`?|loss is (nan|inf)"),
@@ -88,7 +88,12 @@ def classify(error: BaseException) -> str:
         reason = _classify_one(link)
         if reason is not None:
             return reason
+    if any(_WORKER_GONE.search(_message(link)) for link in _chain(error)):
+        return "shm"  # nothing said what it died of
     return _classify_by_place(error) or "unknown"
+
+
+_WORKER_GONE = re.compile(r"DataLoader worker.*exited unexpectedly")
 
 
 def _of_torchrun(error: BaseException) -> tuple[int, int] | None:
@@ -145,6 +150,10 @@ def _chain(error: BaseException) -> list[BaseException]:
 def _classify_one(error: BaseException) -> str | None:
     if isinstance(error, (KeyboardInterrupt, SystemExit)):
         return "cancelled" if isinstance(error, KeyboardInterrupt) else None
+    if type(error).__name__ == "CalledProcessError":  # of a launcher, about the training that it started
+        code = getattr(error, "returncode", 0)
+        number = -code if code < 0 else code - 128 if 128 < code < 193 else 0
+        return f"killed_signal_{number}" if number else None
     number = getattr(error, "errno", None)
     if number in (errno.ENOSPC, errno.EDQUOT):
         return "shm" if str(getattr(error, "filename", "")).startswith("/dev/shm/") else "disk_full"

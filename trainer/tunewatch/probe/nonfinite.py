@@ -4,6 +4,7 @@
 trusted: a dead run shows a loss of 0. What counts is the loss tensor of each micro-batch and the gradient norm
 of each step. On an accelerator, looking at them would wait for the device; so a flag is set *on the device*,
 copied to pinned memory behind the step's work, and read when the copy has arrived: one step later, at most two.
+The counts of tokens ride on the same copies.
 """
 
 from __future__ import annotations
@@ -12,15 +13,13 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 SLOTS = 8
 """Copies that may be under way; a device that is further behind has its steps reported together."""
 
 
-@dataclass(frozen=True)
-class StepFinding:
+class StepFinding(NamedTuple):
     """What is known of one optimizer step: whether its loss or gradient norm was not finite."""
 
     step: int
@@ -71,6 +70,20 @@ class NonFiniteWatch:
         """Wait for what is still under way (at the end of a training, or where the trainer waits anyway)."""
         return self._device.flush() if self._device is not None else []
 
+    def arrived(self) -> list[StepFinding]:
+        """What has arrived by now of what was under way, without waiting."""
+        return self._device.arrived() if self._device is not None else []
+
+    def count(self, which: int, number: Any) -> None:
+        """Add to one of the two counts what a tensor on an accelerator holds."""
+        if self._device is None:
+            self._device = _DeviceFlags(sys.modules["torch"], number.device)
+        self._device.count(which, number)
+
+    def take_counts(self) -> tuple[int, ...]:
+        """What has arrived of the counts since the last call; nothing where there is no accelerator."""
+        return self._device.take_counts() if self._device is not None else ()
+
     def _look(self, which: int, value: Any) -> None:
         torch = sys.modules.get("torch")
         if torch is None or not isinstance(value, torch.Tensor):
@@ -89,17 +102,18 @@ class NonFiniteWatch:
 
 
 class _DeviceFlags:
-    """Two flags on a device, and the copies of them that are on their way to the host."""
+    """Two flags and two counts on a device, and the copies of them that are on their way to the host."""
 
     def __init__(self, torch: Any, device: Any, make_event: Callable[[], Any] | None = None) -> None:
         self.device = device
         self._torch = torch
-        self._flags = torch.zeros(2, dtype=torch.bool, device=device)
-        self._views = (self._flags[0], self._flags[1])
+        self._flags = torch.zeros(4, dtype=torch.int64, device=device)
+        self._views = tuple(self._flags[index] for index in range(4))
+        self._counts = [0, 0]
         self._make_event = make_event or _event_factory(torch, device)
         self.asynchronous = self._make_event is not None
         pinned = self.asynchronous and device.type == "cuda"
-        self._buffers = [torch.zeros(2, dtype=torch.bool, pin_memory=pinned) for _ in range(SLOTS)]
+        self._buffers = [torch.zeros(4, dtype=torch.int64, pin_memory=pinned) for _ in range(SLOTS)]
         self._free = list(range(SLOTS))
         self._under_way: deque[tuple[int, list[bool], bool, int, Any]] = deque()
         self._held: list[bool] = [False, False]
@@ -112,6 +126,20 @@ class _DeviceFlags:
             if bad.device != self.device:  # a model spread over several devices
                 bad = bad.to(self.device, non_blocking=True)
             self._views[which].logical_or_(bad)
+
+    def count(self, which: int, number: Any) -> None:
+        with self._torch.no_grad():
+            self._views[2 + which].add_(number.to(self.device, non_blocking=True))
+
+    def take_counts(self) -> tuple[int, ...]:
+        taken, self._counts = self._counts, [0, 0]
+        return tuple(taken)
+
+    def _read(self, values: list[int]) -> tuple[bool, bool]:
+        """Take over the counts of a copy that is here; returns its flags."""
+        loss, norm, *counts = values
+        self._counts = [sum(pair) for pair in zip(self._counts, counts, strict=True)]
+        return bool(loss), bool(norm)
 
     def step_end(self, step: int, host: list[bool], skipped: bool) -> list[StepFinding]:
         host = [host[0] or self._held[0], host[1] or self._held[1]]
@@ -127,9 +155,9 @@ class _DeviceFlags:
             self._held, self._held_skipped = [False, False], False
         else:  # the flags stay set on the device; the next copy tells of this step too
             self._held, self._held_skipped = host, skipped
-        return self._arrived()
+        return self.arrived()
 
-    def _arrived(self, *, wait: bool = False) -> list[StepFinding]:
+    def arrived(self, *, wait: bool = False) -> list[StepFinding]:
         found = []
         while self._under_way:
             step, host, skipped, slot, event = self._under_way[0]
@@ -138,14 +166,14 @@ class _DeviceFlags:
             elif not event.query():
                 break
             self._under_way.popleft()
-            loss, norm = self._buffers[slot].tolist()
+            loss, norm = self._read(self._buffers[slot].tolist())
             self._free.append(slot)
             found.append(StepFinding(step, loss or host[0], norm or host[1], skipped))
         return found
 
     def flush(self) -> list[StepFinding]:
-        found = self._arrived(wait=True)
-        loss, norm = self._flags.tolist()
+        found = self.arrived(wait=True)
+        loss, norm = self._read(self._flags.tolist())
         if loss or norm or any(self._held):
             found.append(
                 StepFinding(self._last_step, loss or self._held[0], norm or self._held[1], self._held_skipped)

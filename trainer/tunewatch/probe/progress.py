@@ -59,18 +59,25 @@ class ProgressTracker:
         self._lock = threading.Lock()
         self._progress = TrainingProgress()
         self._listeners: list[_ListenerThread] = []
+        self.before_read: Callable[[], None] | None = None
+        """Called before the record is read: who updates it late does it then."""
 
     @property
     def progress(self) -> TrainingProgress:
         """The current record; all of its values belong together."""
+        if self.before_read is not None:
+            self.before_read()
         return self._progress
 
-    def update(self, **values: Any) -> TrainingProgress:
-        """Change several values at once. Unknown names and values of a wrong type are ignored."""
+    def update(self, *, changed_at: float | None = None, **values: Any) -> TrainingProgress:
+        """Change several values at once. Unknown names and values of a wrong type are ignored.
+
+        `changed_at` is the Unix time of the change; now, when it is left out.
+        """
         clean = {name: _clean(name, value) for name, value in values.items() if name in _KNOWN}
         with self._lock:
             changes = {name: value for name, value in clean.items() if value is not _WRONG}
-            self._progress = replace(self._progress, **changes, updated_at=time.time())
+            self._progress = replace(self._progress, **changes, updated_at=changed_at or time.time())
             for listener in self._listeners:
                 if not listener.offer(self._progress):
                     self.dropped += 1

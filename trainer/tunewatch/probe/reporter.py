@@ -13,51 +13,98 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from . import facts
+from . import arguments, facts, sigterm, tokens
 from .nonfinite import NonFiniteWatch, StepFinding
 from .pace import Pace
 from .progress import ProgressTracker
-from .pulse import INDEX, STEP_BUCKETS, Pulse
+from .pulse import INDEX, STEP_BUCKETS
+from .pushes import Pushes
 from .values import split_finite
 from .writer import RunWriter, process_globals
 
 _Method = TypeVar("_Method", bound=Callable[..., None])
 _THREAD = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # macOS knows no threads there
 _FIRST_BUCKET = INDEX["step_bucket_0"]
+_HOOK_CALLS, _HOOK_SECONDS, _HOOK_MAX = INDEX["hook_calls"], INDEX["hook_seconds"], INDEX["hook_max_seconds"]
+_STEPS, _SKIPPED, _STEP_SUM, _STEP_COUNT = (
+    INDEX[name] for name in ("steps_total", "steps_skipped_total", "step_seconds_sum", "step_seconds_count")
+)
+_STEP, _MAX_STEPS, _EPOCH, _FIRST_STEP, _NORM_SEEN = (
+    INDEX[name] for name in ("step", "max_steps", "epoch", "first_step", "grad_norm_seen")
+)
+_STEP_TIME, _STEP_MONOTONIC = INDEX["step_time"], INDEX["step_monotonic"]
+_SAMPLES, _STAGE = INDEX["samples_total"], INDEX["step_stage"]
+_TOKENS = tuple(INDEX[f"tokens_{kind}_total"] for kind in tokens.KINDS)
+
+_COUNTED = tokens.Batch(None, None, None)
+_UNDER_WAY = -1
+
+SAMPLED = 64
+"""Of as many steps, one has its hooks measured for `hook_max_seconds`: the system calls for it cost as much as they."""
 
 
-def _quiet(method: _Method) -> _Method:
-    """Run a hook of the training thread so that no fault of ours gets out, and measure what it costs.
-
-    `hook_seconds` is wall time. For `hook_max_seconds`, the longest single call, only what we caused counts: the
-    time a call was blocked, or the CPU time it took; not the time in which the scheduler ran somebody else.
-    """
+def _quick(method: _Method) -> _Method:
+    """A hook that comes in each step: it notes what happened, and the background thread makes of it what it is."""
 
     @functools.wraps(method)
     def hook(self: Reporter, *args: Any, **kwargs: Any) -> None:
-        began, cpu_before = time.perf_counter(), time.thread_time()
-        before = resource.getrusage(_THREAD)
+        if self.sampling:
+            self.sample(method, args, kwargs)
+            return
+        began = time.monotonic()
         try:
             method(self, *args, **kwargs)
         except Exception:
             self.writer.error()
-        pulse = self.writer.pulse
-        if pulse is None:
-            return
-        spent, cpu = time.perf_counter() - began, time.thread_time() - cpu_before
-        pulse.add("hook_calls")
-        pulse.add("hook_seconds", spent)
-        if spent <= pulse.get("hook_max_seconds"):
-            return
-        after = resource.getrusage(_THREAD)
-        cost = spent if after.ru_nvcsw > before.ru_nvcsw else cpu
-        if after.ru_nivcsw == before.ru_nivcsw and cost > pulse.get("hook_max_seconds"):
-            pulse.update(hook_max_seconds=cost)
+        session = self.session
+        session.calls += 1
+        session.seconds += time.monotonic() - began
 
     return hook  # type: ignore[return-value]
+
+
+def _quiet(method: _Method) -> _Method:
+    """A hook that comes seldom: what was noted before it is done first, and all of it is done when it returns."""
+
+    @functools.wraps(method)
+    def hook(self: Reporter, *args: Any, **kwargs: Any) -> None:
+        def settled(self: Reporter, *args: Any, **kwargs: Any) -> None:
+            with self.writer.settled():
+                method(self, *args, **kwargs)
+                self.count_hooks()
+
+        self.sample(settled, args, kwargs)
+
+    return hook  # type: ignore[return-value]
+
+
+class _Sample:
+    """One call of a hook, measured with what others did meanwhile taken out."""
+
+    def __init__(self) -> None:
+        self._before = resource.getrusage(_THREAD)
+        self._cpu, self._began = time.thread_time(), time.perf_counter()
+
+    def seconds(self) -> tuple[float, float]:
+        """Wall time of the call, and what of it was our fault: 0 where that can not be told from what others did."""
+        spent, cpu = time.perf_counter() - self._began, time.thread_time() - self._cpu
+        after = resource.getrusage(_THREAD)
+        if after.ru_nivcsw != self._before.ru_nivcsw:
+            return spent, 0.0
+        return spent, spent if after.ru_nvcsw > self._before.ru_nvcsw else cpu
+
+
+class _Session:
+    """The sums of this process's session, whichever of its trainings they come from."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.tokens = tokens.TokenTotals()
+        self.calls, self.seconds, self.longest = 0, 0.0, 0.0  # of the hooks
 
 
 class Reporter:
@@ -66,15 +113,21 @@ class Reporter:
     def __init__(self, writer: RunWriter, tracker: ProgressTracker | None = None) -> None:
         self.writer = writer
         self.tracker = tracker or ProgressTracker()
+        self.tracker.before_read = writer.deliver
         self.pace = Pace()
         self.watch = NonFiniteWatch()
+        self.pushes = Pushes(writer)
+        self.sampling = True  # whether the hooks of this step are measured for `hook_max_seconds`
+        self.session: _Session = writer.shared.setdefault("session", _Session())
+        self.in_company = writer.world_size > 1
         self._main = writer.rank == 0
         self._training = False
         self._trainer: Any = None
         self._resume_from: Any = None
         self._tapped = False
         self._began = 0.0
-        self._step_end: float | None = None  # perf_counter of the last step's end
+        self._on_accelerator = False  # whether losses are looked at there
+        self._step_end: float | None = None  # monotonic seconds of the last step's end
         self._pauses = 0.0  # evaluation and saving since then
         self._pause_began: float | None = None
         self._busy = self._outside = "prepare"  # the phase now, and the one when no training runs
@@ -82,7 +135,31 @@ class Reporter:
         self._eval_batches = 0
         self._bad_steps = 0
         self._streak = 0
-        self._first_loss: float | None = None
+        self._memory_device: int | None = None
+
+    def sample(self, method: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run a hook so that no fault of ours gets out, and measure what it costs.
+
+        `hook_seconds` is wall time of all calls. For `hook_max_seconds`, the longest single call of those that come
+        seldom and of the sampled steps, only what we caused counts: the time a call was blocked, or the CPU time it
+        took; not the time in which the scheduler ran somebody else.
+        """
+        sample = _Sample()
+        try:
+            method(self, *args, **kwargs)
+        except Exception:
+            self.writer.error()
+        spent, caused = sample.seconds()
+        self.session.calls += 1
+        self.session.seconds += spent
+        self.session.longest = max(self.session.longest, caused)
+
+    def count_hooks(self) -> None:
+        """Put what the hooks cost into the pulse."""
+        pulse = self.writer.pulse
+        if pulse is not None:
+            pulse.values[_HOOK_CALLS], pulse.values[_HOOK_SECONDS] = self.session.calls, self.session.seconds
+            pulse.values[_HOOK_MAX] = self.session.longest
 
     # -- from the tap -------------------------------------------------------------------------------------
 
@@ -90,30 +167,54 @@ class Reporter:
     def training_begins(self, trainer: Any, resume_from_checkpoint: Any) -> None:
         self._trainer, self._resume_from, self._tapped = trainer, resume_from_checkpoint, True
         detail = "restoring the checkpoint" if resume_from_checkpoint else "starting the training"
-        self.writer.phase("prepare", detail)
+        self.writer.phase("prepare", detail, activity="restore" if resume_from_checkpoint else None)
+        sigterm.watch(trainer)
+        if resume_from_checkpoint and self._main:  # it may die of loading it, before any other event
+            output = getattr(getattr(trainer, "args", None), "output_dir", None)
+            self.writer.event("resume", output_dir=os.path.abspath(output) if output else None)
 
-    @_quiet
+    @_quick
+    def batches_are_here(self) -> None:
+        self.writer.later(time.monotonic(), self._begin_step)
+
+    @_quick
+    def advances(self) -> None:
+        self.writer.later(time.monotonic(), self._advances)
+
+    @_quick
     def micro_batch(self, loss: Any, inputs: Any) -> None:
-        self.watch.loss(loss)
-        pulse = self.writer.pulse
-        ids = inputs.get("input_ids") if hasattr(inputs, "get") else None
-        if pulse is not None and ids is not None and hasattr(ids, "numel"):
-            pulse.add("tokens_all_total", ids.numel())
-            pulse.add("samples_total", ids.shape[0])
+        if not getattr(loss, "is_cpu", True):
+            self._look_there(self.watch.loss, loss)
+            loss = None
+        elif getattr(loss, "requires_grad", False):
+            loss = loss.detach()
+        batch = tokens.batch_of(inputs)
+        if batch is not None and not getattr(batch.ids, "is_cpu", True):
+            self.writer.later(
+                time.monotonic(), self._add_tokens, self._count_there(batch), batch.ids.shape[0]
+            )
+            batch = _COUNTED
+        self.writer.later(time.monotonic(), self._micro_batch, loss, batch)
 
-    @_quiet
+    @_quick
     def gradient_norm(self, norm: Any) -> None:
-        self.watch.grad_norm(norm)
+        if getattr(norm, "is_cpu", True):
+            self.writer.later(time.monotonic(), self._gradient_norm, norm)
+        else:
+            self._look_there(self.watch.grad_norm, norm)
 
     @_quiet
     def training_returned(self) -> None:
         self._findings(self.watch.flush())
+        self._take_counts()
+        self._look_at_pushes()
         self.writer.event("train_return")
         self._leave_training()
 
     @_quiet
     def training_raised(self, error: BaseException) -> None:
         self.writer.exception(error, during="train")
+        self._look_at_pushes()
         self._leave_training()
 
     # -- from the callback --------------------------------------------------------------------------------
@@ -129,13 +230,14 @@ class Reporter:
         if pulse is not None and restart:
             pulse.add("batch_size_restarts_total")
         self._training = True
-        self._began = time.monotonic()
+        self._began = self.writer.now()[1]
         self._step_end, self._pauses, self._pause_began = None, 0.0, None
         self.pace.reset()
-        self.watch = NonFiniteWatch()  # what the attempt before left behind is not of this one
+        self._leave_attempt()
         step = int(state.global_step)
         if pulse is not None:
             pulse.update(step=step, max_steps=facts.or_nan(facts.limit(state.max_steps)), first_step=1.0)
+        self._memory_device = _current_gpu()
         gpus = facts.gpu_uuids(args)
         if gpus:
             self.writer.event("device", gpus=gpus)
@@ -147,11 +249,14 @@ class Reporter:
                 step=step,
                 max_steps=facts.limit(state.max_steps),
                 num_train_epochs=facts.limit(getattr(state, "num_train_epochs", None)),
-                effective=facts.effective_arguments(args, state),
+                trainer=facts.trainer_name(self._trainer),
+                effective=facts.effective_arguments(args, state, self._trainer),
+                requested=facts.requested_arguments(args, state),
+                checkpoint=facts.checkpoint_name(args, state, self._resume_from),
                 nan_visibility="each step" if self._tapped else "logs only",
                 nan_filter=bool(getattr(args, "logging_nan_inf_filter", False)),
                 **facts.parameters(model),
-                restored=facts.restored(args, step, objects, self._resume_from),
+                restored=facts.restored(args, state, objects, self._resume_from),
                 output_dir=os.path.abspath(args.output_dir) if args.output_dir else None,
                 save_total_limit=getattr(args, "save_total_limit", None),
                 gpus=gpus,
@@ -159,73 +264,62 @@ class Reporter:
             )
         skipping = step > 0 and not getattr(args, "ignore_data_skip", False)
         self._enter("data")
-        self.writer.event(
-            "phase", phase="data", detail="skipping data" if skipping else "first batch", ratio=None
-        )
+        detail, activity = ("skipping data", "skip_data") if skipping else ("first batch", "first_batch")
+        self.writer.event("phase", phase="data", detail=detail, ratio=None, activity=activity)
         self.tracker.update(
             run_id=self.writer.run_id, state="training", step=step, max_steps=facts.limit(state.max_steps)
         )
 
-    @_quiet
+    @_quick
     def step_begin(self) -> None:
-        if self._step_end is None:
-            # The first step counts from here, not from the imports or an evaluation on start.
-            self._step_end, self._pauses = time.perf_counter(), 0.0
-        self._enter("compute")
+        self.writer.later(time.monotonic(), self._step_begins)
 
-    @_quiet
+    @_quick
     def substep_end(self) -> None:
-        self.writer.alive()
+        self.writer.later(time.monotonic(), self.writer.alive)
 
-    @_quiet
+    @_quick
     def step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        now = time.perf_counter()
-        seconds = max(0.0, now - (self._step_end if self._step_end is not None else now) - self._pauses)
-        self._step_end, self._pauses, self._pause_began = now, 0.0, None
-        self.pace.step(seconds)
-        step = int(state.global_step)
-        skipped = bool(getattr(objects.get("optimizer"), "step_was_skipped", False))
-        self._findings(self.watch.step_end(step, skipped=skipped))
-        pulse = self.writer.open_pulse()
-        if pulse is not None:
-            self._publish_step(pulse, state, step, seconds, skipped)
-        if getattr(control, "should_evaluate", False):
-            self._begin_pause("evaluate", "")
-        elif getattr(control, "should_save", False):
-            self._begin_pause("save", f"checkpoint-{step}")
-        else:
-            self._enter("data")
-        elapsed = time.monotonic() - self._began
-        self.tracker.update(
-            step=step, max_steps=facts.limit(state.max_steps), epoch=state.epoch,
-            elapsed_seconds=elapsed, eta_seconds=self.pace.eta(step, facts.limit(state.max_steps)),
-        )  # fmt: skip
-
-    @_quiet
-    def log(self, args: Any, state: Any, logs: Any) -> None:
-        if not self.watch.asynchronous:
-            self._findings(self.watch.flush())
-        if not self._main:
-            return
-        values, nonfinite = split_finite(logs or {})
-        self.writer.event(
-            "log", step=int(state.global_step), epoch=facts.finite(state.epoch), values=values, nonfinite=nonfinite,
-            tokens_seen=getattr(state, "num_input_tokens_seen", None) or None,
-        )  # fmt: skip
-        self._memory()
-        logged = {**values, **{key: float(text) for key, text in nonfinite.items()}}
-        if "num_tokens" in logged:
-            logged["tokens_seen"] = logged["num_tokens"]
-        self.tracker.update(**{key: logged[key] for key in _TRACKED if key in logged})
-
-    @_quiet
-    def prediction_step(self) -> None:
-        self._find_pause("evaluate", "")
-        self._eval_batches += 1
+        step, now = state.global_step, time.monotonic()
+        self.session.steps = steps = self.session.steps + 1
         pulse = self.writer.pulse
         if pulse is not None:
-            pulse.add("eval_batches")
-        self.writer.alive()
+            pulse.mark(step, time.time(), now, steps)
+        skipped = getattr(objects.get("optimizer"), "step_was_skipped", False)
+        evaluates = getattr(control, "should_evaluate", False)
+        saves = getattr(control, "should_save", False)
+        findings = self.watch.step_end(step, skipped=skipped) if self._on_accelerator else None
+        self.writer.later(
+            now,
+            self._step_ends,
+            step,
+            steps,
+            state.max_steps,
+            state.epoch,
+            skipped,
+            evaluates,
+            saves,
+            findings,
+        )
+        self.sampling = steps % SAMPLED == 0
+        if evaluates or saves:
+            self.writer.deliver()
+
+    @_quick
+    def log(self, args: Any, state: Any, logs: Any) -> None:
+        findings: list[StepFinding] = []
+        if self._on_accelerator:  # the trainer has just waited for it: what was under way is here
+            findings = self.watch.arrived() if self.watch.asynchronous else self.watch.flush()
+        logs = dict(logs or {})
+        if self._on_accelerator and any(map(_is_tensor, logs.values())):
+            finite, nonfinite = split_finite(logs)  # here: it may wait for the accelerator
+            logs = {**finite, **{key: float(text) for key, text in nonfinite.items()}}
+        seen = getattr(state, "num_input_tokens_seen", None) or None
+        self.writer.later(time.monotonic(), self._logs, state.global_step, state.epoch, logs, seen, findings)
+
+    @_quick
+    def prediction_step(self) -> None:
+        self.writer.later(time.monotonic(), self._predicts)
 
     @_quiet
     def evaluate(self, state: Any, control: Any) -> None:
@@ -258,7 +352,14 @@ class Reporter:
             pulse.add("saves")
         if self._main:
             step = int(state.global_step)
-            self.writer.event("save", step=step, checkpoint=f"checkpoint-{step}", seconds=seconds)
+            self.writer.event(
+                "save",
+                step=step,
+                checkpoint=f"checkpoint-{step}",
+                seconds=seconds,
+                tokens=self.session.tokens.known(),
+            )
+            self.pushes.look(self._trainer, step)
         self._rest()
 
     @_quiet
@@ -273,11 +374,13 @@ class Reporter:
     @_quiet
     def train_end(self, state: Any, control: Any) -> None:
         self._findings(self.watch.flush())
+        self._take_counts()
         self._training = False
         if self._main:
             self.writer.event(
                 "train_end", step=int(state.global_step), max_steps=facts.limit(state.max_steps),
                 requested_stop=bool(getattr(control, "should_training_stop", False)),
+                terminated=sigterm.ended(self._trainer),
             )  # fmt: skip
         self._end_pause()
         self._busy = self._outside = "package"
@@ -286,8 +389,117 @@ class Reporter:
 
     # -- inside -------------------------------------------------------------------------------------------
 
+    def _look_there(self, look: Callable[[Any], None], value: Any) -> None:
+        """Look at a loss or a norm on the accelerator that holds it."""
+        if not self._on_accelerator:
+            self.writer.deliver()
+            self._on_accelerator = True
+        look(value)
+
+    def _count_there(self, batch: tokens.Batch) -> list[int | None]:
+        """Count a micro-batch on the accelerator that holds it; returns what is known without it, 0 for the rest."""
+        known: list[int | None] = []
+        for kind, number in enumerate(batch.counts()):
+            if number is None or isinstance(number, int):
+                known.append(number)
+            else:
+                self._look_there(functools.partial(self.watch.count, kind - 1), number)
+                known.append(_UNDER_WAY)
+        return known
+
+    def _micro_batch(self, loss: Any, batch: tokens.Batch | None) -> None:
+        if loss is not None:
+            self.watch.loss(loss)
+        if batch is None:
+            self._add_tokens([None] * len(tokens.KINDS), math.nan)  # from here on nobody knows
+        elif batch is not _COUNTED:
+            self._add_tokens(
+                [None if number is None else int(number) for number in batch.counts()], batch.ids.shape[0]
+            )
+
+    def _gradient_norm(self, norm: Any) -> None:
+        self.watch.grad_norm(norm)
+
+    def _step_begins(self) -> None:
+        if self._step_end is None:
+            # The first step counts from here, not from the imports or an evaluation on start.
+            self._step_end, self._pauses = self.writer.now()[1], 0.0
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        if self.writer.pulse is not None:
+            self.writer.pulse.values[_STAGE] = 0.0
+        self._enter("compute")
+
+    def _advances(self) -> None:
+        if self.writer.pulse is not None:
+            self.writer.pulse.values[_STAGE] += 1
+        self.writer.alive()
+
+    def _step_ends(
+        self, step: Any, steps: int, max_steps: Any, epoch: Any, skipped: Any, evaluates: bool, saves: bool,
+        findings: list[StepFinding] | None,
+    ) -> None:  # fmt: skip
+        wall, now = self.writer.now()
+        seconds = max(0.0, now - (self._step_end if self._step_end is not None else now) - self._pauses)
+        self._step_end, self._pauses, self._pause_began = now, 0.0, None
+        self.pace.step(seconds)
+        step, max_steps, skipped = int(step), facts.limit(max_steps), bool(skipped)
+        self._findings(self.watch.step_end(step, skipped=skipped) if findings is None else findings)
+        self._take_counts()
+        pulse = self.writer.open_pulse()
+        if pulse is not None:
+            values = pulse.values
+            values[_FIRST_BUCKET + bisect_left(STEP_BUCKETS, seconds)] += 1
+            values[_STEP_SUM] += seconds
+            values[_STEP_COUNT] += 1
+            values[_STEPS] = steps
+            values[_SKIPPED] += skipped
+            values[_STEP], values[_MAX_STEPS] = step, facts.or_nan(max_steps)
+            values[_EPOCH], values[_FIRST_STEP] = facts.or_nan(facts.finite(epoch)), 0.0
+            values[_STEP_TIME], values[_STEP_MONOTONIC] = wall, now
+            values[_NORM_SEEN] = float(self.watch.norms_seen > 0)
+            self.count_hooks()
+        if evaluates:
+            self._begin_pause("evaluate", "")
+        elif saves:
+            self._begin_pause("save", f"checkpoint-{step}")
+        else:
+            self._enter("data")
+        self.tracker.update(
+            changed_at=wall, step=step, max_steps=max_steps, epoch=epoch, elapsed_seconds=now - self._began,
+            eta_seconds=self.pace.eta(step, max_steps),
+        )  # fmt: skip
+
+    def _logs(
+        self, step: Any, epoch: Any, logs: dict[str, Any], seen: Any, findings: list[StepFinding]
+    ) -> None:
+        self._findings(findings)
+        self._take_counts()
+        self._memory()
+        if not self._main:
+            return
+        values, nonfinite = split_finite(logs)
+        pulse = self.writer.pulse
+        self.writer.event(
+            "log", step=int(step), epoch=facts.finite(epoch), values=values, nonfinite=nonfinite, tokens_seen=seen,
+            tokens=self.session.tokens.known(), skipped=None if pulse is None else int(pulse.values[_SKIPPED]),
+        )  # fmt: skip
+        tracked = {key: logs[key] for key in _TRACKED if key in logs}
+        if "num_tokens" in logs:
+            tracked["tokens_seen"] = logs["num_tokens"]
+        self.tracker.update(changed_at=self.writer.now()[0], **tracked)
+
+    def _predicts(self) -> None:
+        self._find_pause("evaluate", "")
+        self._eval_batches += 1
+        pulse = self.writer.pulse
+        if pulse is not None:
+            pulse.add("eval_batches")
+        self.writer.alive()
+
     def _enter(self, phase: str) -> None:
-        self._busy, self._busy_since = phase, time.perf_counter()
+        self._busy, self._busy_since = phase, self.writer.now()[1]
         self.writer.enter(phase)
 
     def _rest(self) -> None:
@@ -310,7 +522,7 @@ class Reporter:
         if self._busy == phase:
             return
         self._end_pause()
-        self._pause_began = time.perf_counter() if since is None else since
+        self._pause_began = self.writer.now()[1] if since is None else since
         self._busy = phase
         if self._main:
             self.writer.phase(phase, detail)
@@ -320,33 +532,51 @@ class Reporter:
     def _end_pause(self) -> float | None:
         if self._pause_began is None:
             return None
-        seconds = time.perf_counter() - self._pause_began
+        seconds = max(0.0, self.writer.now()[1] - self._pause_began)
         self._pauses += seconds
         self._pause_began = None
         self.pace.pause(seconds)
         return seconds
+
+    @_quiet
+    def _leave_attempt(self) -> None:
+        """The tokens of an attempt that is given up were given all the same; its findings are not of the next one."""
+        self.watch, watch = NonFiniteWatch(), self.watch
+        watch.flush()
+        self._take_counts(watch)
+
+    @_quiet
+    def _look_at_pushes(self) -> None:
+        """The last time: a checkpoint on SIGTERM is saved, and pushed, without a word."""
+        state = getattr(self._trainer, "state", None)
+        self.pushes.look(self._trainer, int(getattr(state, "global_step", 0)))
 
     def _leave_training(self) -> None:
         self._training, self._trainer, self._tapped = False, None, False
 
     @_quiet
     def _provenance(self, args: Any, state: Any, model: Any) -> None:
-        self.writer.event("provenance", info=facts.info(args, state, model), environment=facts.environment())
-
-    def _publish_step(self, pulse: Pulse, state: Any, step: int, seconds: float, skipped: bool) -> None:
-        bucket = next((i for i, bound in enumerate(STEP_BUCKETS) if seconds <= bound), len(STEP_BUCKETS))
-        pulse.values[_FIRST_BUCKET + bucket] += 1
-        pulse.add("step_seconds_sum", seconds)
-        pulse.add("step_seconds_count")
-        pulse.add("steps_total")
-        pulse.add("steps_skipped_total", float(skipped))
-        wall, monotonic = time.time(), time.monotonic()
-        pulse.update(
-            step=step, max_steps=facts.or_nan(facts.limit(state.max_steps)), first_step=0.0,
-            epoch=facts.or_nan(facts.finite(state.epoch)),
-            step_time=wall, step_monotonic=monotonic, activity_time=wall, activity_monotonic=monotonic,
-            grad_norm_seen=float(self.watch.norms_seen > 0),
+        self.writer.event(
+            "provenance", info=facts.info(args, state, model, self._trainer), environment=facts.environment(),
+            arguments=arguments.recorded(args),
         )  # fmt: skip
+
+    def _take_counts(self, watch: NonFiniteWatch | None = None) -> None:
+        """Take over what has arrived of the counts on an accelerator."""
+        counts = (watch or self.watch).take_counts()
+        if any(counts):
+            self._add_tokens([_UNDER_WAY, *(number or _UNDER_WAY for number in counts)], 0)
+
+    def _add_tokens(self, counts: Sequence[int | None], rows: float) -> None:
+        pulse = self.writer.pulse
+        for kind, number in enumerate(counts):
+            if number != _UNDER_WAY:
+                self.session.tokens.add(kind, number)
+        if pulse is not None:
+            pulse.values[_SAMPLES] += rows
+            for index, total in zip(_TOKENS, self.session.tokens.counted, strict=True):
+                pulse.values[index] = total
+            pulse.stale = True
 
     def _findings(self, findings: list[StepFinding]) -> None:
         pulse = self.writer.open_pulse() if findings else None
@@ -376,17 +606,33 @@ class Reporter:
                 )
 
     def _memory(self) -> None:
-        torch, pulse = sys.modules.get("torch"), self.writer.pulse
-        if torch is None or pulse is None or not hasattr(torch, "cuda") or not torch.cuda.is_initialized():
+        pulse = self.writer.pulse
+        if pulse is None or self._memory_device is None:
             return
-        pulse.update(
-            memory_allocated_bytes=float(torch.cuda.memory_allocated()),
-            memory_reserved_bytes=float(torch.cuda.memory_reserved()),
-            memory_peak_bytes=float(torch.cuda.max_memory_allocated()),
-        )
+        stats = sys.modules["torch"].cuda.memory_stats(self._memory_device)
+        for name, key in _MEMORY.items():
+            pulse.values[INDEX[name]] = float(stats[key])
+        pulse.stale = True
+
+
+def _is_tensor(value: Any) -> bool:
+    return hasattr(value, "is_cpu")
 
 
 _TRACKED = ("loss", "learning_rate", "grad_norm", "eval_loss", "tokens_seen")
+_MEMORY = {
+    "memory_allocated_bytes": "allocated_bytes.all.current",
+    "memory_reserved_bytes": "reserved_bytes.all.current",
+    "memory_peak_bytes": "allocated_bytes.all.peak",
+}
+
+
+def _current_gpu() -> int | None:
+    """The GPU of this thread; another thread would see another one."""
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "cuda") or not torch.cuda.is_initialized():
+        return None
+    return int(torch.cuda.current_device())
 
 
 def claim(reporter: Reporter, control: Any) -> bool:
@@ -403,3 +649,14 @@ def claim(reporter: Reporter, control: Any) -> bool:
     while len(owners) > 8:
         del owners[next(iter(owners))]
     return owner is reporter
+
+
+def owner_of(control: Any) -> Reporter | None:
+    """Who reports on the trainer of `control`."""
+    held, owner = process_globals().get("owners", {}).get(id(control), (None, None))
+    return owner if held is control else None
+
+
+def release(control: Any) -> None:
+    """Give the trainer of `control` free for another reporter."""
+    process_globals().get("owners", {}).pop(id(control), None)

@@ -16,9 +16,17 @@ from .writer import RunWriter, process_globals
 
 
 class Sink(Protocol):
-    """Who wants to know; every method must return at once and never raise."""
+    """Who wants to know; every method must return at once and never raise.
+
+    One that is `in_company` of other ranks is told how far each micro-batch is: that shows which rank the others
+    wait for in the middle of a step.
+    """
+
+    in_company: bool
 
     def training_begins(self, trainer: Any, resume_from_checkpoint: Any) -> None: ...
+    def batches_are_here(self) -> None: ...
+    def advances(self) -> None: ...
     def micro_batch(self, loss: Any, inputs: Any) -> None: ...
     def gradient_norm(self, norm: Any) -> None: ...
     def training_returned(self) -> None: ...
@@ -34,14 +42,14 @@ def install(trainer_class: Any) -> None:
     @functools.wraps(original)
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
         shared = process_globals()
-        sink = None if shared.get("training") else _find_sink(self)
+        resume = kwargs.get("resume_from_checkpoint", args[0] if args else None)
+        sink = None if shared.get("training") else _find_sink(self, resume)
         if sink is None:
             return original(self, *args, **kwargs)
         shared["training"] = sink  # a trainer that runs inside of this one is none of our business
         undos: list[Callable[[], None]] = []
         try:
             _tap_instance(self, sink, undos)
-            resume = kwargs.get("resume_from_checkpoint", args[0] if args else None)
             sink.training_begins(self, resume)
             result = original(self, *args, **kwargs)
         except BaseException as error:
@@ -59,7 +67,7 @@ def install(trainer_class: Any) -> None:
     trainer_class.train = train
 
 
-def _find_sink(trainer: Any) -> Sink | None:
+def _find_sink(trainer: Any, resume_from_checkpoint: Any) -> Sink | None:
     """Who reports on `trainer`.
 
     Its callback may not know of it yet: it was added after the trainer was built, or (below `tunewatch exec`) the
@@ -72,6 +80,8 @@ def _find_sink(trainer: Any) -> Sink | None:
                 trainer.add_callback(attached)
             for callback in filter(_is_ours, trainer.callback_handler.callbacks):
                 callback.on_init_end(trainer.args, trainer.state, trainer.control)
+        for callback in filter(_is_ours, trainer.callback_handler.callbacks):
+            callback.train_is_called(trainer.args, trainer.state, trainer.control, resume_from_checkpoint)
         return _owner(trainer)
     except Exception:
         RunWriter.from_environment().error()
@@ -98,14 +108,20 @@ def _tap_instance(trainer: Any, sink: Sink, undos: list[Callable[[], None]]) -> 
 
 def _wrap_methods(trainer: Any, sink: Sink, undos: list[Callable[[], None]]) -> None:
     training_step = trainer.training_step
+    in_company = sink.in_company
 
     @functools.wraps(training_step)
     def tapped_step(*args: Any, **kwargs: Any) -> Any:
+        if in_company:
+            sink.advances()
         loss = training_step(*args, **kwargs)
         sink.micro_batch(loss, args[1] if len(args) > 1 else kwargs.get("inputs"))
         return loss
 
     undos.append(_replace(trainer, "training_step", tapped_step))
+    if in_company:
+        _wrap_loss(trainer, sink, undos)
+        _wrap_fetching(trainer, sink, undos)
     accelerator = getattr(trainer, "accelerator", None)
     clip = getattr(accelerator, "clip_grad_norm_", None)
     if clip is not None:
@@ -117,6 +133,47 @@ def _wrap_methods(trainer: Any, sink: Sink, undos: list[Callable[[], None]]) -> 
             return norm
 
         undos.append(_replace(accelerator, "clip_grad_norm_", tapped_clip))
+
+
+def _wrap_loss(trainer: Any, sink: Sink, undos: list[Callable[[], None]]) -> None:
+    """The loss comes before the backward pass, in which a rank waits for the gradients of the others."""
+    compute_loss = getattr(trainer, "compute_loss", None)
+    if compute_loss is None:
+        return
+
+    @functools.wraps(compute_loss)
+    def tapped_loss(*args: Any, **kwargs: Any) -> Any:
+        result = compute_loss(*args, **kwargs)
+        sink.advances()
+        return result
+
+    undos.append(_replace(trainer, "compute_loss", tapped_loss))
+
+
+def _wrap_fetching(trainer: Any, sink: Sink, undos: list[Callable[[], None]]) -> None:
+    """A rank that has its batches counts them together with the others: it waits for a slow rank, not for its data."""
+    fetch, count = (getattr(trainer, name, None) for name in ("get_batch_samples", "_get_num_items_in_batch"))
+    if fetch is None or count is None:
+        return
+    fetching = False
+
+    @functools.wraps(fetch)
+    def tapped_fetch(*args: Any, **kwargs: Any) -> Any:
+        nonlocal fetching
+        fetching = True
+        try:
+            return fetch(*args, **kwargs)
+        finally:
+            fetching = False
+
+    @functools.wraps(count)
+    def tapped_count(*args: Any, **kwargs: Any) -> Any:
+        if fetching:  # an evaluation counts too
+            sink.batches_are_here()
+        return count(*args, **kwargs)
+
+    undos.append(_replace(trainer, "get_batch_samples", tapped_fetch))
+    undos.append(_replace(trainer, "_get_num_items_in_batch", tapped_count))
 
 
 def _replace(owner: Any, name: str, value: Any) -> Callable[[], None]:

@@ -28,7 +28,7 @@ def as_number(value: Any, *, wait: bool = False) -> float | int | None:
         return value if abs(value) <= sys.float_info.max else None
     if isinstance(value, str):
         try:
-            return float(value)
+            return float(value) if "_" not in value else None  # "1_000" is Python's spelling, no trainer's
         except ValueError:
             return None
     try:

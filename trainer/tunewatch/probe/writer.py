@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import platform
@@ -11,12 +12,17 @@ import threading
 import time
 import traceback
 import uuid
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from .background import Background
 from .pulse import INDEX, PHASES, Pulse, read_pulse
 
 EVENTS = "events.jsonl"
 ERRORS = "probe-errors.log"
+ACTIVITIES = ("import", "download", "load", "tokenize", "restore", "skip_data", "first_batch")
+"""What a process that prepares, or waits for its first batch, may be busy with."""
 MAX_PENDING = 1000
 """Lines kept in memory while the disk takes none; the oldest are dropped first, and all of it is counted."""
 
@@ -41,8 +47,15 @@ def process_age(pid: int) -> float:
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - start / os.sysconf("SC_CLK_TCK"))
 
 
+MAX_LATER = 1000
+"""Deferred pieces of work; when more have gathered (the background thread does not run), they are done at once."""
+
+
 class RunWriter:
     """Writes what happens in this process into a run folder; inert where there is no folder.
+
+    What is deferred (`later`) is done on a background thread within a tenth of a second, in the order it came, and
+    always before the next event that is written at once. A SIGKILL loses no more than that.
 
     No method raises into its caller, whatever the disk does: a line that could not be written is kept and
     tried again with the next one, and counted in the pulse (`append_errors`).
@@ -57,13 +70,20 @@ class RunWriter:
         self.session = uuid.uuid4().hex[:12]
         self.pulse: Pulse | None = None
         self.errors = 0
+        self.shared: dict[str, Any] = {}
+        """What those who report through this writer have in common: the sums of the session."""
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._forks = _forks
+        self._closed = False
+        self._lock = threading.RLock()
+        self._later: deque[tuple[float, Callable[..., None], tuple[Any, ...]]] = deque()
+        self._then: tuple[float, float] | None = None  # when that was deferred which is being done now
+        self._background = Background(self._work)
         self._fd: int | None = None
         self._hello: bytes | None = None
         self._torn = False
         self._pending: list[bytes] = []
-        self._last_phase: tuple[str, str] | None = None
+        self._last_phase: tuple[str, str, str | None] | None = None
         self._last_phase_time = 0.0
         self._shown_errors = 0
 
@@ -84,7 +104,7 @@ class RunWriter:
     @property
     def inert(self) -> bool:
         # A forked child (a dataloader worker) inherits the object but is not the training process.
-        return self.folder is None or self._pid != os.getpid()
+        return self.folder is None or self._closed or self._forks != _forks
 
     # -- events -------------------------------------------------------------------------------------------
 
@@ -94,30 +114,85 @@ class RunWriter:
             return
         try:
             with self._lock:
-                if self._hello is None:
-                    self._hello = self._line("session", self._session_facts())
-                self._pending.append(self._line(event, fields))
-                if self._fd is None:
-                    self._open()
-                self._flush()
+                if self._then is None:
+                    self._do_later()
+                t, m = self.now()
+                self._keep(event, fields, t, m)
+                if self._then is None:
+                    self._flush()
         except Exception:
             self.error()
 
-    def phase(self, phase: str, detail: str = "", ratio: float | None = None) -> None:
+    def later(self, monotonic: float, work: Callable[..., None], *arguments: Any) -> None:
+        """Do `work(*arguments)` soon, on the background thread; for it, and the events it writes, it is `now` then."""
+        if self.folder is None or self._closed or self._forks != _forks:
+            return
+        self._later.append((monotonic, work, arguments))
+        if self._background.asleep or len(self._later) > MAX_LATER:
+            self._hurry()
+
+    def _hurry(self) -> None:
+        try:
+            if self._background.asleep:
+                self._background.wake()
+        except RuntimeError:  # no more threads: this process, or the interpreter, is at its end
+            self.deliver()
+        if len(self._later) > MAX_LATER:
+            self.deliver()
+
+    def _work(self) -> bool:
+        had = bool(self._later)
+        if had:
+            self.deliver()
+        return had and not self.inert
+
+    def deliver(self) -> None:
+        """Do now what was deferred."""
+        with self.settled():
+            pass
+
+    @contextlib.contextmanager
+    def settled(self) -> Iterator[None]:
+        """Do what was deferred, and hold the background thread back meanwhile. Raises nothing of its own."""
+        if self.inert:
+            yield
+            return
+        with self._lock:
+            if self._then is None:
+                try:
+                    self._do_later()
+                    if self._pending:
+                        self._flush()
+                    if self.pulse is not None and self.pulse.stale:
+                        self.pulse.publish()
+                except Exception:
+                    self.error()
+            yield
+
+    def now(self) -> tuple[float, float]:
+        """Unix and monotonic seconds of what is told: of now, or of when it was deferred. For use in `settled`."""
+        return self._then or (time.time(), time.monotonic())
+
+    def phase(
+        self, phase: str, detail: str = "", ratio: float | None = None, activity: str | None = None
+    ) -> None:
         """Say what the process is busy with: a name of PHASES, a few words, and how much of it is done (0-1).
 
-        Repeats of the same phase and detail are written at most twice a second, and always keep the pulse alive.
+        `activity` names what is done while preparing: a name of ACTIVITIES, or None for anything else. Repeats of
+        the same phase, detail and activity are written at most twice a second, and always keep the pulse alive.
         """
         if self.inert:
             return
         try:
-            self.enter(phase)
-            now = time.monotonic()
-            changed = (phase, detail) != self._last_phase
-            if not changed and now - self._last_phase_time < 0.5 and ratio != 1.0:
-                return
-            self._last_phase, self._last_phase_time = (phase, detail), now
-            self.event("phase", phase=phase, detail=detail, ratio=ratio)
+            with self.settled():
+                self.enter(phase)
+                _, now = self.now()
+                this = (phase, detail, activity)
+                changed = this != self._last_phase
+                if not changed and now - self._last_phase_time < 0.5 and ratio != 1.0:
+                    return
+                self._last_phase, self._last_phase_time = this, now
+                self.event("phase", phase=phase, detail=detail, ratio=ratio, activity=activity)
         except Exception:
             self.error()
 
@@ -149,21 +224,30 @@ class RunWriter:
 
     def enter(self, phase: str) -> None:
         """Begin a phase in the pulse: the time since the last mark is counted for the phase that ends."""
-        pulse = self.open_pulse()
-        if pulse is None or self.inert:
-            return
-        now = time.monotonic()
-        since = pulse.get("phase_monotonic")
-        pulse.values[INDEX[f"{PHASES[int(pulse.get('phase'))]}_seconds"]] += max(0.0, now - since)
-        pulse.update(
-            phase=float(PHASES.index(phase)), phase_monotonic=now,
-            activity_time=time.time(), activity_monotonic=now,
-        )  # fmt: skip
+        with self.settled():
+            pulse = self.open_pulse()
+            if pulse is None or self.inert:
+                return
+            values, (wall, now) = pulse.values, self.now()
+            before = int(values[_PHASE])
+            values[_FIRST_SECONDS + before] += max(0.0, now - values[_PHASE_MONOTONIC])
+            values[_PHASE], values[_PHASE_MONOTONIC] = float(_PHASE_INDEX[phase]), now
+            values[_ACTIVITY_TIME], values[_ACTIVITY_MONOTONIC] = wall, now
+            self._show(pulse)
 
     def alive(self) -> None:
         """Mark a sign of life within the phase."""
-        if self.pulse is not None and not self.inert:
-            self.pulse.update(activity_time=time.time(), activity_monotonic=time.monotonic())
+        with self.settled():
+            if self.pulse is not None and not self.inert:
+                values = self.pulse.values
+                values[_ACTIVITY_TIME], values[_ACTIVITY_MONOTONIC] = self.now()
+                self._show(self.pulse)
+
+    def _show(self, pulse: Pulse) -> None:
+        if self._then is None:
+            pulse.publish()
+        else:
+            pulse.stale = True  # one publishing for all that was deferred
 
     # -- the end ------------------------------------------------------------------------------------------
 
@@ -190,6 +274,7 @@ class RunWriter:
         self.errors += 1
         if self.pulse is not None:
             self.pulse.add("hook_errors")
+            self.pulse.stale = True
         if self._shown_errors < 3 and self.folder:
             self._shown_errors += 1
             kind, _, trace = sys.exc_info()
@@ -204,10 +289,30 @@ class RunWriter:
 
     # -- inside -------------------------------------------------------------------------------------------
 
-    def _line(self, event: str, fields: dict[str, Any]) -> bytes:
+    def _do_later(self) -> None:
+        if not self._later:
+            return
+        offset = time.time() - time.monotonic()
+        while self._later:
+            monotonic, work, arguments = self._later.popleft()
+            self._then = monotonic + offset, monotonic
+            try:
+                work(*arguments)
+            except Exception:
+                self.error()
+            finally:
+                self._then = None
+
+    def _keep(self, event: str, fields: dict[str, Any], t: float, m: float) -> None:
+        """Make the line of an event, to be written by the next `_flush`."""
+        if self._hello is None:
+            self._hello = self._line("session", self._session_facts(), t, m)
+        self._pending.append(self._line(event, fields, t, m))
+
+    def _line(self, event: str, fields: dict[str, Any], t: float, m: float) -> bytes:
         record = {
-            "t": round(time.time(), 6),
-            "m": round(time.monotonic(), 6),
+            "t": round(t, 6),
+            "m": round(m, 6),
             "event": event,
             "rank": self.rank,
             "session": self.session,
@@ -245,6 +350,8 @@ class RunWriter:
         }
 
     def _flush(self) -> None:
+        if self._fd is None:
+            self._open()
         assert self._fd is not None
         while self._pending:
             data = b"\n" + self._pending[0] if self._torn else self._pending[0]
@@ -268,7 +375,23 @@ class RunWriter:
             self.pulse.publish()
         del self._pending[:-MAX_PENDING]
 
+    def close(self) -> None:
+        """End this session of the run: what the process does from here on is not of it."""
+        if self.inert:
+            return
+        self._goodbye()
+        self._closed = True
+        atexit.unregister(self._goodbye)
+        if self._fd is not None:
+            os.close(self._fd)
+        if self.pulse is not None:
+            self.pulse.publish()
+            self.pulse.close()
+        self._fd = self.pulse = None
+
     def _goodbye(self) -> None:
+        if not self.inert:
+            self._background.end()
         self.event("exit")
 
 
@@ -279,6 +402,23 @@ def _ends_torn(path: str) -> bool:
             return False
         file.seek(size - 1)
         return file.read(1) != b"\n"
+
+
+_ACTIVITY_TIME, _ACTIVITY_MONOTONIC = INDEX["activity_time"], INDEX["activity_monotonic"]
+_PHASE, _PHASE_MONOTONIC = INDEX["phase"], INDEX["phase_monotonic"]
+_FIRST_SECONDS = INDEX[f"{PHASES[0]}_seconds"]
+_PHASE_INDEX = {name: index for index, name in enumerate(PHASES)}
+
+_forks = 0
+"""How often the process has become another one since this module was loaded (asking for the pid is a system call)."""
+
+
+def _forked() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def process_globals() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ ADVICE: dict[str, str] = {
     "packaging": "Look at the end of the log, free space where output_dir lies, and resume to package again.",
     "exited_early": "Look at the end of the log: the program left without finishing its training.",
     "preempted": "Start it again; it can go on from its last complete checkpoint.",
+    "hangup": "Start it under nohup or in tmux, and it outlives its terminal.",
     "stalled": "Find out what it waited for (py-spy dump of the process) before you resume it.",
     "rank_killed": "Look at the kernel log of that rank's host (out of memory?) and its GPU.",
     "cancelled": "",
@@ -91,12 +93,18 @@ class Evidence:
     """Processes that the kernel killed in our memory cgroup during the run."""
     cancel_requested: bool = False
     terminate_requested: bool = False
+    hung_up: bool = False
+    """The terminal was closed, and the training was told."""
     stalled: bool = False
     dead_ranks: Sequence[int] = ()
     disk_full: bool = False
     """No room is left where output_dir lies."""
     last_resumable: str | None = None
     """The newest checkpoint that a resume can trust: of this run, whole, and from before `nonfinite_since`."""
+    resume_pick: str | None = None
+    """The newest checkpoint folder where it is not complete: a resume without a name would take it."""
+    newest_complete: str | None = None
+    """The newest complete checkpoint in the output folder, whichever run left it."""
     session_seconds: float = 0.0
 
 
@@ -107,7 +115,20 @@ def judge(evidence: Evidence) -> Ending:
     when = "early" if _is_early(evidence) else "late"
     if state == FAILED and reason != "nan" and evidence.nonfinite_since is not None:
         message += f" Loss or gradients were NaN or infinite since step {evidence.nonfinite_since}."
+    if state == FAILED:
+        message += _lost(evidence)
     return Ending(state, reason, when, message, _advice(evidence, reason, when), evidence.returncode)
+
+
+def _lost(e: Evidence) -> str:
+    """How much is done again after a resume."""
+    saved = re.search(r"-(\d+)$", e.last_resumable or "")
+    if saved is None or e.step is None or e.step <= int(saved.group(1)):
+        return ""
+    lost = e.step - int(saved.group(1))
+    return (
+        f" {lost} step{'s' if lost > 1 else ''} after {e.last_resumable} {'are' if lost > 1 else 'is'} lost."
+    )
 
 
 def _is_early(e: Evidence) -> bool:
@@ -129,6 +150,8 @@ def _reason(e: Evidence) -> tuple[str, str]:
         return "preempted", f"Terminated from outside{_at(e)}."
     if died_of == signal.SIGINT or (_is(error, "cancelled") and e.returncode != 0):
         return "cancelled", f"Interrupted{_at(e)}."
+    if died_of == signal.SIGHUP or (e.hung_up and error is not None and error.get("type") in _HUNG_UP):
+        return "hangup", f"Its terminal was closed{_at(e)}."
     if e.oom_kills and _looks_oom_killed(e, died_of, error):
         return "oom_host", f"The kernel killed it: its memory cgroup was full{_while(e)}{_at(e)}."
     if error is not None and e.returncode != 0:
@@ -157,6 +180,8 @@ def _reason(e: Evidence) -> tuple[str, str]:
         return _listed(e.package.get("reason")), f"The training was done, but packaging failed{_at(e)}."
     if e.returncode == 127 and not e.attached:
         return "missing_file", "The command was not found."
+    if e.returncode == 126 and not e.attached:
+        return "config", "The command can not be executed."
     if e.returncode == 2 and not e.trained:
         return "config", "The command refused its arguments (exit code 2)."
     if e.returncode not in (0, None):
@@ -172,7 +197,11 @@ def _reason(e: Evidence) -> tuple[str, str]:
 
 def _listed(reason: object) -> str:
     """A reason of the closed list: what others report (a user's exception class may say anything) is no label."""
-    return reason if isinstance(reason, str) and reason in ADVICE else "unknown"
+    known = isinstance(reason, str) and (reason in ADVICE or _KILLED.fullmatch(reason))
+    return str(reason) if known else "unknown"
+
+
+_KILLED = re.compile(r"killed_signal_\d{1,2}")
 
 
 def _succeeded(e: Evidence) -> bool:
@@ -204,8 +233,12 @@ def _looks_oom_killed(e: Evidence, died_of: int | None, error: Mapping[str, Any]
     if died_of is not None:
         return died_of == signal.SIGKILL
     if error is not None:  # torchrun exits with 1 whatever its ranks died of
-        return _is(error, "rank_killed")
+        return error.get("reason") in ("rank_killed", "killed_signal_9")
     return bool(e.dead_ranks) or (e.attached and not e.exited)
+
+
+_HUNG_UP = ("SignalException", "OSError")
+"""How a hangup ends what does not die of it: torchrun's word for any signal, and a write to a terminal that is gone."""
 
 
 def _is(error: Mapping[str, Any] | None, reason: str) -> bool:
@@ -232,6 +265,9 @@ def _of_exception(e: Evidence, error: Mapping[str, Any]) -> tuple[str, str]:
         reason = "disk_full"
     if reason == "unknown" and e.nonfinite_since is not None:
         reason = "nan"
+    if _KILLED.fullmatch(reason):
+        hint = "; most often the machine ran out of memory" if reason == "killed_signal_9" else ""
+        return reason, f"The training was killed by signal {reason[14:]}{_while(e)}{_at(e)}{hint}."
     detail = f" ({error['detail']})" if error.get("detail") else ""
     return reason, f"{error.get('type', 'An exception')}{detail}{_while(e)}{_at(e)}."
 
@@ -245,6 +281,15 @@ def _advice(e: Evidence, reason: str, when: str) -> str:
         text = "Most likely one long sample: cap max_length or sort by length."
     else:
         text = ADVICE[reason]
+    if reason == "checkpoint_corrupt" and e.resume_pick:
+        newest = e.newest_complete
+        what = (
+            f"newest complete is {newest}: resume from {newest} by name." if newest else "none is complete."
+        )
+        return f"A resume would pick {e.resume_pick} (incomplete); {what}"
+    if reason == "gpu_lost":
+        where = f", from {e.last_resumable}" if e.last_resumable else ""
+        return f"{text} Do not retry on this GPU: go on elsewhere{where}."
     if when == "early" and reason in ("unknown", "exited_early"):
         return f"{text} It failed early: change the settings rather than try again."
     if e.last_resumable and (when == "late" or reason not in _OF_SETTINGS):

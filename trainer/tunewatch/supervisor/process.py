@@ -22,6 +22,11 @@ _PR_SET_CHILD_SUBREAPER = 36
 _ENGINES = ("SLURM_JOB_ID", "RAY_JOB_ID", "KUBERNETES_SERVICE_HOST")
 
 
+def uptime() -> float:
+    """Seconds since the machine started, suspended ones included: what its clock can be checked against."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
 class Process(Protocol):
     """The training process as the supervisor sees it."""
 
@@ -111,6 +116,19 @@ def become_subreaper() -> None:
 def descendants() -> list[psutil.Process]:
     """Every live process below this one."""
     return [process for process in psutil.Process().children(recursive=True) if _alive(process)]
+
+
+def suspend() -> None:
+    """Stop every process below this one and then this one itself; returns once somebody continues it, and with it
+    the others.
+
+    SIGTSTP would not do for them: the kernel drops it where nobody of the same session could continue the process.
+    """
+    for process in descendants():
+        _send(process, signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    for process in descendants():
+        _send(process, signal.SIGCONT)
 
 
 def _alive(process: psutil.Process) -> bool:

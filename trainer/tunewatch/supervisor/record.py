@@ -25,8 +25,14 @@ _KNOWN_KEYS = frozenset(
         "train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "step",
     }
 )  # fmt: skip
-_AGENT = ("ChildFailedError", "SignalException")
+_AGENT = ("ChildFailedError", "SignalException", "CalledProcessError")
 """What torchrun's agent raises: its word about its ranks counts."""
+
+TOKEN_KINDS = ("all", "non_padding", "loss")
+"""Every element of input_ids; those that are attended to; those whose label counts in the loss."""
+
+ACTIVITIES = ("import", "download", "load", "tokenize", "restore", "skip_data", "first_batch")
+"""What a run may be seen to prepare."""
 
 _EVAL_BOOKKEEPING = ("_runtime", "_samples_per_second", "_steps_per_second", "_num_tokens")
 
@@ -42,6 +48,9 @@ class Record:
         self.info: dict[str, Any] = {}
         self.environment: dict[str, str] = {}
         self.effective: dict[str, Any] = {}
+        self.requested: dict[str, Any] = {}
+        """Arguments as they were given; a resume takes some of them from the checkpoint instead."""
+        self.parameters: dict[str, int] = {}
         self.history = True
         self.attached = False
         self.main_session: str | None = None
@@ -53,10 +62,14 @@ class Record:
         self.train_returned = False
         self.interactive = False
         self.requested_stop = False
+        self.terminated = False
+        """A checkpoint on SIGTERM ended the training."""
         self.exceptions: list[Mapping[str, Any]] = []
         self.package: Mapping[str, Any] | None = None
         self.output_dir: str | None = None
         self.loss: float | None = None
+        self.losses = 0
+        """Losses logged, in the whole run."""
         self.learning_rate: float | None = None
         self.grad_norm: float | None = None
         self.train_loss_mean: float | None = None
@@ -67,11 +80,19 @@ class Record:
         self.other: dict[str, float] = {}
         self.dropped_total = 0
         self.tokens_seen: dict[str, float] = {}
-        self.session_tokens: dict[str, float] = {}
+        """Tokens of the whole run by kind; a kind whose earlier sessions nobody counted is absent."""
+        self._counted: dict[str, float] = {}
+        """What the probe had counted at the last log, since its process began."""
+        self._counted_before: dict[str, float] = {}
+        """The same when this training began: it may not be the first one of its process."""
+        self._trl_tokens = self._trl_before = 0.0
+        """TRL's num_tokens of this training, and of those before it in this session."""
         self.nonfinite_evals = 0
         self.resumes = 0
         self.resumed_at = 0
         """The step at which this session went on, 0 for a fresh start."""
+        self.steps_redone = 0
+        """Steps of earlier sessions that lay behind the checkpoint this one went on from."""
         self.restored: Mapping[str, Any] = {}
         self.nan_filter: bool | None = None
         self._bad_loss_since_log = False
@@ -84,16 +105,21 @@ class Record:
         self.max_steps_event: int | None = None
         self.phase_ratio: float | None = None
         self.phase_name: str | None = None
+        self._activity: str | None = None
         self.gpus: dict[int, tuple[str, ...]] = {}
         self.save_seconds: float | None = None
         self.wasted_seconds = 0.0
         self.pace = Pace()
         self.pulses: dict[int, Mapping[str, float]] = {}
         self._detail = ""
-        self._tokens_at: dict[int, float] = {}
+        self._tokens_at: dict[int, dict[str, float]] = {}
         """Tokens seen by step, of the logs since the last save and of one log before each save."""
         self._unsaved: deque[int] = deque(maxlen=MAX_UNSAVED)
-        self._token_base = 0.0
+        self._token_base: dict[str, float] | None = {}
+        """Tokens of the run when this training began; None where that is not known."""
+        self._last_step: int | None = None
+        self._rows_before: tuple[int, float] | None = None
+        """The step this training went on from, and the rows of the run up to there; None where nobody knows."""
         self._first_log: tuple[int, float] | None = None
         self._last_log: tuple[int, float] | None = None
         self._paced: tuple[float, float, float] | None = None
@@ -107,18 +133,25 @@ class Record:
         if handler is not None:
             handler(event)
 
-    def begin_session(self) -> None:
-        """From the next event on it is the session under way that speaks."""
+    def begin_session(self, last_step: int | None = None) -> None:
+        """From the next event on it is the session under way that speaks.
+
+        `last_step` is the step that the session before had reached, when its pulse tells more than its logs.
+        """
         self.history = False
-        self._detail, self.phase_name, self.phase_ratio = "", None, None
+        self._detail, self.phase_name, self.phase_ratio, self._activity = "", None, None, None
+        self._trl_tokens = self._trl_before = 0.0
+        if last_step is not None and self._last_step is not None:
+            self._last_step = max(last_step, self._last_step)
         self._forget_logged()
 
     def _on_session(self, event: Mapping[str, Any]) -> None:
-        if self.history:
+        if self.history or not {"session", "pid"} <= event.keys() or event["session"] in self.sessions:
             return
         self.sessions[event["session"]] = event
         self.attached = True
         if event.get("rank") == 0 and not self.training:
+            self._counted, self._counted_before = {}, {}
             self._main(event["session"])
 
     def _main(self, session: str) -> None:
@@ -130,6 +163,7 @@ class Record:
         if event.get("rank") == 0:
             self.phase_name = event.get("phase")
             self._detail = str(event.get("detail") or "")
+            self._activity = event.get("activity") if event.get("activity") in ACTIVITIES else None
             ratio = as_number(event.get("ratio"))
             self.phase_ratio = None if ratio is None else min(1.0, max(0.0, float(ratio)))
 
@@ -149,14 +183,25 @@ class Record:
     def _on_train_begin(self, event: Mapping[str, Any]) -> None:
         step = int(event.get("step") or 0)
         if not self.history and not event.get("restart"):
-            self._wasted(step)
+            self._redone(step)
         self._first_log = self._last_log = None
+        self._last_step = step
+        self._rows_before = (step, 0.0) if step == 0 else self._rows_at(step)
         self.step_event, self.max_steps_event = step, event.get("max_steps")
         self.effective = dict(event.get("effective") or {})
+        self.requested = dict(event.get("requested") or {})
+        self.parameters = {
+            kind: int(count)
+            for kind in ("trainable", "total")
+            if (count := as_number(event.get(f"{kind}_parameters"))) is not None
+        }
         self.output_dir = event.get("output_dir") or self.output_dir
         self.nan_filter, self.nan_visibility = event.get("nan_filter"), event.get("nan_visibility")
         self._bad_loss_since_log = self._bad_loss_goes_on = False
-        self._token_base = self._known_tokens(step)
+        if not event.get("restart"):  # a search for the batch size goes on counting
+            self._token_base = self._known_tokens(step)
+            self._counted_before = dict(event.get("tokens") or self._counted)
+            self._trl_before, self._trl_tokens = self._trl_before + self._trl_tokens, 0.0
         self.restored = (event.get("restored") or {}) if step else {}
         if not self.history:
             self._begin_training(event)
@@ -169,7 +214,7 @@ class Record:
     def _begin_training(self, event: Mapping[str, Any]) -> None:
         session = str(event.get("session"))
         self.trained = self.training = True
-        self.train_returned = self.requested_stop = False
+        self.train_returned = self.requested_stop = self.terminated = False
         self._main(session)
         # An attempt that failed and was tried again (by the script, by torchrun) is no cause of the end. Of other
         # ranks, what they reported since this process started may be.
@@ -187,12 +232,17 @@ class Record:
         self.loss = self.learning_rate = self.grad_norm = self.train_loss_mean = None
         self.other.clear()
 
+    def _on_resume(self, event: Mapping[str, Any]) -> None:
+        """What is to be resumed lies there, should the training die of loading it."""
+        self.output_dir = event.get("output_dir") or self.output_dir
+
     def _on_train_end(self, event: Mapping[str, Any]) -> None:
         self.step_event = event.get("step", self.step_event)
-        self._first_log = self._last_log = None  # nothing of it will be done again
+        self._first_log = self._last_log = self._last_step = None  # nothing of it will be done again
         if not self.history:
             self.training = False
             self.requested_stop = bool(event.get("requested_stop"))
+            self.terminated = bool(event.get("terminated"))
 
     def _on_train_return(self, event: Mapping[str, Any]) -> None:
         if not self.history and event.get("rank") == 0:
@@ -202,12 +252,14 @@ class Record:
         values, nonfinite = dict(event.get("values") or {}), event.get("nonfinite") or {}
         values.update({key: float(text) for key, text in nonfinite.items()})
         step = int(event.get("step") or 0)
+        self._last_step = step
         self.step_event = max(step, self.step_event or 0) if not self.training else step
         self._time(step, event)
         self._unfilter(values)
         nothing_done = values.get("train_loss") == 0.0 and not self._steps_this_session()
         if "train_loss" in values and "loss" not in values and not nothing_done:
             self.train_loss_mean = values["train_loss"]
+        self.losses += "loss" in values
         for name in ("loss", "learning_rate", "grad_norm"):
             if name in values:
                 setattr(self, name, values[name])
@@ -219,6 +271,7 @@ class Record:
 
     def _on_save(self, event: Mapping[str, Any]) -> None:
         self.save_seconds = event.get("seconds") or self.save_seconds
+        self._count_tokens(event.get("tokens") or {}, int(event.get("step") or 0))
         while len(self._unsaved) > 1:  # a resume from this checkpoint needs the last one only
             self._tokens_at.pop(self._unsaved.popleft(), None)
         self._unsaved.clear()
@@ -255,6 +308,14 @@ class Record:
     def _on_exit(self, event: Mapping[str, Any]) -> None:
         self.exited_sessions.add(str(event.get("session")))
 
+    def _on_hub_push(self, event: Mapping[str, Any]) -> None:
+        if self.history:
+            return
+        if event.get("ok"):
+            self.hub_last_success = event.get("t")
+        else:
+            self.hub_failures += 1
+
     def _on_samples(self, event: Mapping[str, Any]) -> None:
         self.samples_generated = event.get("generated")
 
@@ -290,25 +351,51 @@ class Record:
             self.evals_since_best += 1
 
     def _tokens(self, values: Mapping[str, float], event: Mapping[str, Any], step: int) -> None:
-        """TRL's num_tokens counts attended tokens of this session; transformers' count is of the whole run."""
-        if "num_tokens" in values and not self.history:
-            self.session_tokens["non_padding"] = values["num_tokens"]
-        if "num_tokens" in values:
-            self.tokens_seen["non_padding"] = self._token_base + values["num_tokens"]
-            if len(self._unsaved) == MAX_UNSAVED:
-                self._tokens_at.pop(self._unsaved[0], None)
-            if step not in self._tokens_at:
-                self._unsaved.append(step)
-            self._tokens_at[step] = self.tokens_seen["non_padding"]
-        seen = as_number(event.get("tokens_seen"))
-        if seen:
-            self.tokens_seen["all"] = float(seen)
+        """What the probe counts itself; else TRL's num_tokens, of attended tokens of this training and all ranks."""
+        own = values.get("num_tokens")
+        if own is not None and math.isfinite(own):
+            if own < self._trl_tokens:  # another trainer
+                self._trl_before += self._trl_tokens
+            self._trl_tokens = own
+        else:
+            own = None
+        counted = self._count_tokens(event.get("tokens") or {}, step, own)
+        seen = event.get("tokens_seen")  # transformers' own count, of the whole run
+        kind = (
+            "all" if self.effective.get("include_num_input_tokens_seen") != "non_padding" else "non_padding"
+        )
+        if seen and (self._token_base is None or kind not in counted):
+            self.tokens_seen[kind] = float(seen)
 
-    def _known_tokens(self, step: int) -> float:
+    def _count_tokens(
+        self, tokens: Mapping[str, float], step: int, trl: float | None = None
+    ) -> Mapping[str, float]:
+        """Take in the counts up to `step`, add them to those of earlier sessions, and return those of this training."""
+        self._counted.update({kind: tokens[kind] for kind in TOKEN_KINDS if kind in tokens})
+        counted = {} if trl is None else {"non_padding": trl}
+        for kind in TOKEN_KINDS:
+            if kind in tokens:
+                counted[kind] = max(0.0, tokens[kind] - self._counted_before.get(kind, 0.0))
+        if not counted or self._token_base is None:
+            return counted
+        for kind, count in counted.items():
+            if not self._token_base or kind in self._token_base:
+                self.tokens_seen[kind] = self._token_base.get(kind, 0.0) + count
+        if len(self._unsaved) == MAX_UNSAVED:
+            self._tokens_at.pop(self._unsaved[0], None)
+        if step not in self._tokens_at:
+            self._unsaved.append(step)
+        self._tokens_at[step] = dict(self.tokens_seen)
+        return counted
+
+    def _known_tokens(self, step: int) -> dict[str, float] | None:
         reached = [at for at in self._tokens_at if at <= step]
         self._tokens_at = {at: self._tokens_at[at] for at in reached}  # what came after it is redone
         self._unsaved.clear()
-        return self._tokens_at[max(reached)] if reached else 0.0
+        self.tokens_seen = dict(self._tokens_at[max(reached)]) if reached else {}
+        if reached:
+            return dict(self.tokens_seen)
+        return None if step else {}
 
     def _other(self, key: str, value: float) -> None:
         if key in self.other or len(self.other) < MAX_METRICS:
@@ -322,13 +409,19 @@ class Record:
             self._last_log = (step, event["m"])
             self._first_log = self._first_log or self._last_log
 
-    def _wasted(self, step: int) -> None:
-        """A session that begins behind the last logged step of the one before redoes the steps between."""
+    def _redone(self, step: int) -> None:
+        """A session that begins behind the last step of the one before does the steps between again.
+
+        How long they took is estimated from the pace of that session's logs.
+        """
+        if self._last_step is None or self._last_step <= step:
+            return
+        self.steps_redone += self._last_step - step
         if self._first_log is None or self._last_log is None:
             return
         steps, seconds = (last - first for first, last in zip(self._first_log, self._last_log, strict=True))
         if steps > 0 and seconds > 0:
-            self.wasted_seconds += max(0, self._last_log[0] - step) * seconds / steps
+            self.wasted_seconds += (self._last_step - step) * seconds / steps
 
     # -- pulses -------------------------------------------------------------------------------------------
 
@@ -390,6 +483,35 @@ class Record:
         return "" if self.phase != self.phase_name or begun else self._detail
 
     @property
+    def samples_seen(self) -> float | None:
+        """Rows of the whole run: steps by rows a step, which may change with each session."""
+        rows = None if self.step is None else self._rows_at(self.step)
+        return None if rows is None else rows[1]
+
+    def _rows_at(self, step: int) -> tuple[int, float] | None:
+        batch = as_number(self.effective.get("batch_size"))
+        if self._rows_before is None or batch is None or step < self._rows_before[0]:
+            return None
+        return step, self._rows_before[1] + (step - self._rows_before[0]) * batch
+
+    @property
+    def activity(self) -> str | None:
+        """What it prepares (one of ACTIVITIES), or None."""
+        return self._activity if self.phase_detail else None
+
+    @property
+    def session_tokens(self) -> dict[str, float]:
+        """Tokens of this session by kind; one that was never counted is absent."""
+        if self.history:
+            return {}
+        logged = self._trl_before + self._trl_tokens
+        tokens = {"non_padding": logged} if logged else {}
+        for kind in TOKEN_KINDS if self.pulses else ():
+            if not math.isnan(count := self.rank_sum(f"tokens_{kind}_total")):
+                tokens[kind] = count
+        return tokens
+
+    @property
     def step_buckets(self) -> tuple[float, ...]:
         main = self.main
         return (
@@ -397,6 +519,7 @@ class Record:
         )
 
     def rank_sum(self, name: str) -> float:
+        """A field summed over the ranks of this node; NaN where one of them does not know it."""
         return sum(pulse[name] for pulse in self.pulses.values())
 
     def rank_max(self, name: str) -> float:

@@ -14,6 +14,8 @@ class RankSnapshot:
     """One rank of the training on this node."""
 
     last_step_time: float | None = None
+    step: int | None = None
+    phase_seconds: Mapping[str, float] = field(default_factory=dict)
     memory_bytes: Mapping[str, float] = field(default_factory=dict)
     """Device memory by kind (allocated, reserved, peak) and host memory (rss)."""
     gpus: tuple[str, ...] = ()
@@ -43,11 +45,17 @@ class Snapshot:
     tokens_seen: Mapping[str, float] = field(default_factory=dict)
     samples_seen: float | None = None
     steps_total: float = 0
+    steps_redone_total: float = 0
     tokens_total: Mapping[str, float] = field(default_factory=dict)
     samples_total: float | None = None
     steps_skipped_total: float = 0
     batch_size_restarts_total: float = 0
     resumes_total: float = 0
+    batch_size: float | None = None
+    intervals: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """Steps between logs, evaluations and saves, by (log, eval, save) and (requested, effective)."""
+    parameters: Mapping[str, float] = field(default_factory=dict)
+    """Of the model, by kind (trainable, total)."""
     loss: float | None = None
     learning_rate: float | None = None
     grad_norm: float | None = None
@@ -65,6 +73,7 @@ class Snapshot:
     step_buckets: tuple[float, ...] = ()
     phase: str | None = None
     phase_detail: str = ""
+    activity: str | None = None
     phase_ratio: float | None = None
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     wasted_seconds: float = 0
@@ -79,17 +88,27 @@ class Snapshot:
     verdicts: tuple[Verdict, ...] = ()
     checkpoints_saved_total: float = 0
     checkpoints_present: int | None = None
+    checkpoints_broken: int | None = None
     checkpoint_last_step: int | None = None
     checkpoint_last_time: float | None = None
     checkpoint_size: float | None = None
     checkpoint_duration: float | None = None
     checkpoint_interval_steps: int | None = None
     checkpoint_best_step: int | None = None
+    checkpoint_resumable_step: int | None = None
+    checkpoints_that_fit: int | None = None
+    work_at_risk_steps: int | None = None
+    work_at_risk_seconds: float | None = None
     output_free_bytes: float | None = None
     resume_lost: Mapping[str, bool] = field(default_factory=dict)
     hub_push_failures_total: float = 0
     hub_push_last_success: float | None = None
     samples_generated: int | None = None
+    samples_reviewed: int | None = None
+    eval_overlap_rows: float | None = None
+    probe_errors: Mapping[str, float] = field(default_factory=dict)
+    probe_seconds_total: float | None = None
+    clock_jumps_total: float = 0
     ranks: Mapping[int, RankSnapshot] = field(default_factory=dict)
 
     @property

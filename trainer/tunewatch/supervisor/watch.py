@@ -7,7 +7,6 @@ import fcntl
 import math
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -17,12 +16,20 @@ from typing import Any
 from prometheus_client.registry import CollectorRegistry
 
 from tunewatch import states
-from tunewatch.health import Health, Moment, Patience
-from tunewatch.metrics import INFO_LABELS, RunCollector, label_value
-from tunewatch.probe.pulse import PHASES
+from tunewatch.health import Patience
+from tunewatch.metrics import RunCollector
+from tunewatch.probe.values import as_number
 from tunewatch.probe.writer import process_start
-from tunewatch.runfolder import EventReader, RunFolder, remove_target, write_json, write_target
+from tunewatch.runfolder import (
+    EventReader,
+    RunFolder,
+    RunFolderError,
+    remove_target,
+    write_json,
+    write_target,
+)
 from tunewatch.supervisor import checkpoints
+from tunewatch.supervisor.disk import OutputFolder
 from tunewatch.supervisor.ending import Ending, Evidence, judge
 from tunewatch.supervisor.endpoint import DEFAULT_HOST, Endpoint
 from tunewatch.supervisor.linger import Linger
@@ -35,13 +42,17 @@ from tunewatch.supervisor.process import (
     end_descendants,
     reap_orphans,
     resident_bytes,
+    suspend,
+    uptime,
 )
-from tunewatch.supervisor.record import Record
-from tunewatch.supervisor.snapshot import RankSnapshot, Snapshot
+from tunewatch.supervisor.snapshot import Snapshot
+from tunewatch.supervisor.twins import LOSSES, find_twin
+from tunewatch.supervisor.view import RunView, verdict_json
 
 POLL_SECONDS = 0.2
-DISK_SECONDS = 15.0
 FULL_DISK_BYTES = 1_000_000
+CLOCK_JUMP_SECONDS = 2.0
+"""What the clock may move against the machine's uptime between two looks: NTP slews it by less."""
 
 
 class AlreadyWatched(Exception):
@@ -77,31 +88,31 @@ class Supervisor:
         self.exit_code = 0
         self._on_change = on_change
         self._lock = _take(folder)
-        self._run_facts = folder.read("run.json") or {}
-        self._way = str(self._run_facts.get("way", "exec"))
-        self._record = Record()
-        self._health = Health(options.patience)
+        self._view = RunView(
+            folder.run_id,
+            folder.read("run.json") or {},
+            options.patience,
+            now=time.monotonic(),
+            wall=time.time(),
+            walltime=options.walltime,
+            resident=resident_bytes,
+        )
+        self._record, self._health, self._way = self._view.record, self._view.health, self._view.way
         self._reader = EventReader(folder.events)
         self._oom = OomKills()
         self._process: Process | None = None
-        self._state, self._state_since = states.QUEUED, time.time()
-        self._session_start = time.time()
-        self._session_monotonic = time.monotonic()
         self._history_bytes = 0  # of events.jsonl: what lies before is of earlier sessions
         self._adopted: tuple[int, int | None] | None = None
-        self._run_end: float | None = None
-        self._phase_stalled: dict[str, float] = {}
+        self._session: str | None = None  # of a process that may have several, one for each training
         self._last_tick: float | None = None
         self._excused = 0.0  # our own absence (we were stopped): the run's silence in it proves nothing
-        self._cancel = self._terminate = False
+        self._cancel = self._terminate = self._hung_up = False
         self._signals: list[int] = []
         self._kill_at: float | None = None
         self._dead_ranks: list[int] = []
-        self._checkpoints: list[checkpoints.Checkpoint] | None = None  # not looked yet
-        self._free_bytes: float | None = None
-        self._disk: threading.Thread | None = None
-        self._disk_due = 0.0
-        self._saves_seen = 0.0
+        self._output = OutputFolder()
+        self._clock_offset: float | None = None
+        self._twin_sought = False
         registry = CollectorRegistry()
         self.endpoint = Endpoint(
             registry, host=options.host, port=options.port, title=f"tunewatch {folder.run_id}"
@@ -116,26 +127,30 @@ class Supervisor:
     def start(self, command: list[str], environment: Mapping[str, str], *, log: Path | None = None) -> None:
         """Start the training as our child. Raises OSError where the command can not be run."""
         become_subreaper()
+        reached = [pulse["step"] for pulse in self.folder.pulses().values() if not math.isnan(pulse["step"])]
         for path in self.folder.path.glob("pulse.*"):
             path.unlink()  # of an earlier session
         self._read()
         self._history_bytes = self._reader.position
-        self._record.begin_session()
+        self._record.begin_session(int(max(reached)) if reached else None)
         try:
             self._process = Child(command, environment, log)
-        except OSError:
-            self._end(judge(Evidence(returncode=127, way=self._way)))
+        except OSError as error:
+            self._end(judge(Evidence(returncode=shell_code_of(error), way=self._way)))
             self.close()
             raise
         self._begin()
 
-    def adopt(self, pid: int, start: int | None = None) -> None:
-        """Watch a process that somebody else started; its session may be under way."""
+    def adopt(self, pid: int, start: int | None = None, session: str | None = None) -> None:
+        """Watch a process that somebody else started; its session may be under way, or even over."""
+        known = self.folder.read("supervisor.json") or {}
         if self._way == "callback":
             self._adopted = (pid, process_start(pid))
+            same = (known.get("child_pid"), known.get("child_process_start")) == self._adopted
+            self._session = session or (known.get("session") if same else None)
         else:
-            known = self.folder.read("supervisor.json") or {}
-            self._session_start = float(known.get("session_start", self._session_start))
+            self._view.session_start = float(known.get("session_start", self._view.session_start))
+            self._view.session_monotonic = float(known.get("session_monotonic", self._view.session_monotonic))
             self._history_bytes = int(known.get("history_bytes", 0))
         self._process = Adopted(pid, start)
         self._begin()
@@ -144,14 +159,18 @@ class Supervisor:
         """Whether an event is the first of this session; by place, for clocks are set while trainings run."""
         if self._adopted is None:
             return self._reader.position > self._history_bytes
-        if (event.get("pid"), event.get("process_start")) != self._adopted or event["event"] != "session":
+        if event["event"] != "session":
             return False
-        self._session_start = float(event["t"])
+        if self._session is not None and event.get("session") != self._session:
+            return False
+        if self._session is None and (event.get("pid"), event.get("process_start")) != self._adopted:
+            return False
+        self._view.session_start, self._view.session_monotonic = float(event["t"]), float(event["m"])
         return True
 
     def _begin(self) -> None:
         assert self._process is not None
-        self._enter(states.PREPARING)
+        self._view.enter(states.PREPARING, time.time())
         with contextlib.suppress(OSError):  # a disk that just filled up must not cost the run its supervisor
             self._write_supervisor()
         self._tick()
@@ -168,7 +187,9 @@ class Supervisor:
                 "way": self._way,
                 "child_pid": self._process.pid,
                 "child_process_start": process_start(self._process.pid),
-                "session_start": self._session_start,
+                "session": self._session,
+                "session_start": self._view.session_start,
+                "session_monotonic": self._view.session_monotonic,
                 "history_bytes": self._history_bytes,
                 "patience": asdict(self.options.patience),
             },
@@ -208,20 +229,29 @@ class Supervisor:
         assert self._process is not None
         if self._process.poll():
             return True
-        # A notebook lives on when its training is over or has raised.
         record = self._record
-        if self._way != "callback" or not record.interactive or not record.trained or record.training:
+        if self._way != "callback":
+            return False
+        if self._said_goodbye():
+            return True
+        # A notebook lives on when its training is over or has raised.
+        if not record.interactive or not record.trained or record.training:
             return False
         return record.train_returned or bool(record.exceptions)
+
+    def _said_goodbye(self) -> bool:
+        """Whether the session is over although its process may live: it goes on with another training."""
+        return self._way == "callback" and self._record.main_session in self._record.exited_sessions
 
     def _tick(self) -> None:
         now = time.monotonic()
         self._pass_signals(now)
+        self._watch_clock()
         self._read()
         self._excuse_absence(now)
-        self._look_at_disk(now)
-        self._judge_health(now)
-        self._follow_state()
+        self._look_at_output(now)
+        self._look_for_twin()
+        self._view.tick(now, time.time(), since=self._last_tick, excused=self._excused)
         self._watch_ranks()
         if isinstance(self._process, Child):
             reap_orphans(keep=self._process.pid)
@@ -229,68 +259,47 @@ class Supervisor:
         self._publish()
 
     def _read(self) -> None:
-        for event in self._reader.new():
+        for event in () if self._said_goodbye() else self._reader.new():
             if self._record.history and self._process is not None and self._begins_session(event):
                 self._record.begin_session()
-            self._record.event(event)
-            if not self._record.history:
-                self._health.event(event)
+            self._view.event(event)
             if event["event"] in ("provenance", "train_begin"):
                 self._write_provenance()
+            if self._said_goodbye():
+                break  # what follows is of the process's next session, and of its supervisor
+        self._view.malformed = self._reader.malformed
         pids = {facts.get("pid") for facts in self._record.sessions.values()}
         # A pulse of an earlier session may still lie there.
         self._record.pulse(
             {rank: pulse for rank, pulse in self.folder.pulses().items() if pulse["pid"] in pids}
         )
 
+    def _look_at_output(self, now: float, *, wait: float = 0.0) -> None:
+        output, view = self._output, self._view
+        output.look(
+            self._record.output_dir,
+            now,
+            saves=self._record.rank_max("saves"),
+            world_size=len(self._record.pulses) or None,
+            wait=wait,
+        )
+        view.disk(output.looked, output.checkpoints, output.free_bytes, output.free_inodes, now)
+
+    def _look_for_twin(self) -> None:
+        if not self._twin_sought and self._record.losses >= LOSSES:
+            self._twin_sought = True
+            if (twin := find_twin(self.folder)) is not None:
+                self._view.found_twin(twin)
+
+    def _watch_clock(self) -> None:
+        offset = time.time() - uptime()
+        if self._clock_offset is not None and abs(offset - self._clock_offset) > CLOCK_JUMP_SECONDS:
+            self._view.clock_jumps += 1
+        self._clock_offset = offset
+
     def _excuse_absence(self, now: float) -> None:
         if self._last_tick is not None and now - self._last_tick > 5.0:
             self._excused = now
-
-    def _judge_health(self, now: float) -> None:
-        record = self._record
-        main = record.main
-        if main is None or self.ending is not None:
-            return
-        if self._is_idle():
-            self._health.silence()
-            return
-        moment = Moment(
-            now=now,
-            phase=PHASES[int(main["phase"])],
-            detail=record.phase_detail,
-            last_activity=max(main["activity_monotonic"], self._excused),
-            step=record.step,
-            first_step=bool(main["first_step"]),
-            seconds_per_step=record.pace.seconds_per_step,
-        )
-        if self._last_tick is not None and self._health.is_active("stalled"):
-            self._phase_stalled[moment.phase] = (
-                self._phase_stalled.get(moment.phase, 0.0) + now - self._last_tick
-            )
-        self._health.tick(moment)
-
-    def _is_idle(self) -> bool:
-        """Whether silence is nobody's fault: a notebook waits for its user, a script goes on to things of its own."""
-        record = self._record
-        if self._way == "train" or record.training:
-            return False
-        return record.train_returned or (record.interactive and not record.trained)
-
-    def _follow_state(self) -> None:
-        record = self._record
-        if record.job_state == states.PACKAGING:
-            self._enter(states.PACKAGING)
-        elif not record.trained:
-            return
-        elif record.training:
-            self._enter(states.VALIDATING if record.phase == "evaluate" else states.TRAINING)
-        elif record.train_returned and record.phase == "package":
-            self._enter(states.PACKAGING)
-
-    def _enter(self, state: str) -> None:
-        if state != self._state and states.may_follow(self._state, state):
-            self._state, self._state_since = state, time.time()
 
     def _watch_ranks(self) -> None:
         """Notice a rank that died without an exception or an orderly exit while the others live."""
@@ -319,6 +328,13 @@ class Supervisor:
                 raise SystemExit(128 + number)  # the notebook is not ours to end: only the watching ends
             if number in (signal.SIGUSR1, signal.SIGUSR2):
                 self._process.send(number)
+            elif number in (signal.SIGWINCH, signal.SIGQUIT):
+                self._process.send(number, group=True)
+            elif number == signal.SIGTSTP:
+                suspend()
+            elif number == signal.SIGHUP and not self._hung_up:  # the shell and the kernel may both send it
+                self._hung_up = True
+                self._process.send(signal.SIGHUP, group=True)
             elif number == signal.SIGINT:
                 self._interrupt(now)
             elif number == signal.SIGTERM and not self._terminate:
@@ -351,9 +367,10 @@ class Supervisor:
         self._watch_ranks()  # before those that are left are ended by us
         code = self._process.returncode
         if isinstance(self._process, Child):
-            end_descendants(5.0 if code == 0 else 2.0)
+            end_descendants(self._grace_left(5.0 if code == 0 else 2.0))
             self._read()
-        self._look_at_disk(time.monotonic(), wait=10.0)
+        self._look_for_twin()  # a short run may have logged its tenth loss only now
+        self._look_at_output(time.monotonic(), wait=10.0)
         ending = judge(self._evidence(code))
         self.exit_code = (
             _shell_code(code) if code is not None else (0 if ending.state == states.COMPLETED else 1)
@@ -361,20 +378,24 @@ class Supervisor:
         self._end(ending)
         self.endpoint.scrapes.run_ended()
 
+    def _grace_left(self, at_least: float) -> float:
+        """Seconds that what is left below a command gets; the training itself may be below a shell that ended first."""
+        if not self._terminate or self._cancel or self._kill_at is None:
+            return at_least
+        return max(at_least, self._kill_at - time.monotonic())
+
     def _end(self, ending: Ending) -> None:
         self.ending = ending
-        self._run_end = time.time()
-        self._health.silence()
-        self._enter(ending.state)
+        self._view.end(ending, time.monotonic(), time.time())
         self._publish()
         self._write_verdict()
 
     def _evidence(self, code: int | None) -> Evidence:
         record, main = self._record, self._record.main
         since = self._health.nonfinite_since
-        resumable = checkpoints.newest_resumable(
-            [item for item in self._checkpoints or () if self._is_sound(item)]
-        )
+        resumable = self._view.newest_sound()
+        newest = checkpoints.would_resume(self._view.checkpoints or ())
+        complete = checkpoints.newest_complete(self._view.checkpoints or ())
         return Evidence(
             returncode=code,
             way=self._way,
@@ -395,21 +416,17 @@ class Supervisor:
             nonfinite_since=since,
             oom_kills=self._oom.count(),
             cancel_requested=self._cancel,
-            terminate_requested=self._terminate and not self._cancel,
+            terminate_requested=(self._terminate or record.terminated) and not self._cancel,
+            hung_up=self._hung_up
+            or signal.SIGHUP in self._signals,  # its output may have failed before we looked
             stalled=self._health.is_active("stalled"),
             dead_ranks=self._dead_ranks,
-            disk_full=self._free_bytes is not None and self._free_bytes < FULL_DISK_BYTES,
+            disk_full=self._view.free_bytes is not None and self._view.free_bytes < FULL_DISK_BYTES,
             last_resumable=resumable.name if resumable else None,
-            session_seconds=time.monotonic() - self._session_monotonic,
+            resume_pick=newest.name if newest and not newest.complete else None,
+            newest_complete=complete.name if complete else None,
+            session_seconds=time.monotonic() - self._view.session_monotonic,
         )
-
-    def _is_sound(self, checkpoint: checkpoints.Checkpoint) -> bool:
-        """Whether a resume of this run may start there: not left by another run, and before the first NaN."""
-        since = self._health.nonfinite_since
-        if since is not None and checkpoint.step >= since:
-            return False
-        created = float(self._run_facts.get("created", 0.0))
-        return checkpoint.saved_at >= created - 60.0 or checkpoint.step <= self._record.resumed_at
 
     def _linger(self) -> None:
         assert self.ending is not None
@@ -422,32 +439,6 @@ class Supervisor:
             time.sleep(POLL_SECONDS)
             self._publish()
 
-    # -- disk ---------------------------------------------------------------------------------------------
-
-    def _look_at_disk(self, now: float, *, wait: float = 0.0) -> None:
-        """Have output_dir looked at, off this thread: a hanging network mount must not stop the watching."""
-        saves = self._record.rank_max("saves")
-        if self._disk is not None:
-            self._disk.join(wait)
-        if self._record.output_dir is None or (self._disk is not None and self._disk.is_alive()):
-            return
-        if wait or now >= self._disk_due or saves != self._saves_seen:
-            self._saves_seen, self._disk_due = saves, now + DISK_SECONDS
-            self._disk = threading.Thread(target=self._refresh_disk, name="tunewatch-disk", daemon=True)
-            self._disk.start()
-            self._disk.join(wait)
-
-    def _refresh_disk(self) -> None:
-        folder = self._record.output_dir
-        if folder is None:
-            return
-        try:
-            stat = os.statvfs(folder)
-            self._free_bytes = float(stat.f_bavail * stat.f_frsize)
-            self._checkpoints = checkpoints.scan(folder, known=self._checkpoints or ())
-        except OSError:
-            self._free_bytes = None
-
     # -- what others see ----------------------------------------------------------------------------------
 
     def _current(self) -> list[Snapshot]:
@@ -455,12 +446,13 @@ class Supervisor:
 
     def _publish(self) -> None:
         before = self.snapshot
-        self.snapshot = self._build()
+        self.snapshot = self._view.snapshot(time.monotonic(), time.time())
         changed = before is None or (before.state, before.verdicts) != (
             self.snapshot.state,
             self.snapshot.verdicts,
         )
         if changed or self.snapshot.now - self._verdict_written >= 2.0:
+            self._view.reviewed = self._read_review()
             self._write_verdict()
         if self._on_change is not None:
             self._on_change(self.snapshot)
@@ -476,8 +468,18 @@ class Supervisor:
         except OSError:
             pass  # the disk of TUNEWATCH_HOME is full: the metrics still tell
 
+    def _read_review(self) -> int | None:
+        """How many samples a person has read (`tunewatch samples review` writes it); None while there are none."""
+        try:
+            reviewed = as_number((self.folder.read("review.json") or {}).get("reviewed"))
+        except RunFolderError:
+            return self._view.reviewed
+        if reviewed is None:
+            return 0 if self._record.samples_generated else None
+        return int(reviewed)
+
     def _write_provenance(self) -> None:
-        record, facts = self._record, self._run_facts
+        record, facts = self._record, self._view.facts
         facts.update(
             info={**facts.get("info", {}), **record.info},
             environment={**facts.get("environment", {}), **record.environment},
@@ -485,181 +487,22 @@ class Supervisor:
             output_dir=record.output_dir or facts.get("output_dir"),
         )
         try:
+            known = self.folder.read("run.json") or {}  # a next session may have been counted since
+            facts["sessions"] = max(known.get("sessions", 0), facts.get("sessions", 0))
             self.folder.write("run.json", facts)
             if record.output_dir and Path(record.output_dir).is_dir():
                 write_json(Path(record.output_dir) / "run.json", facts, mode=0o644)
-        except OSError:
+        except (OSError, RunFolderError):
             pass  # output_dir may be full or gone; the run folder has it
-
-    def _build(self) -> Snapshot:
-        record, main, now, wall = self._record, self._record.main, time.monotonic(), time.time()
-        alive = self.ending is None
-        to_wall = wall - now
-        complete = [item for item in self._checkpoints or () if item.complete]
-        newest = complete[-1] if complete else None
-        started = float(self._run_facts.get("created", self._session_start))
-        until = self._run_end or wall
-        tokens = dict(record.session_tokens)
-        if main is not None:
-            tokens["all"] = record.rank_sum("tokens_all_total")
-        deadline = self._health.deadline
-        return Snapshot(
-            run_id=self.folder.run_id,
-            state=self._state,
-            info=self._info(),
-            environment=record.environment,
-            state_since=self._state_since,
-            run_start=started,
-            session_start=self._session_start,
-            now=wall,
-            attached=record.attached,
-            ending=self.ending,
-            run_end=self._run_end,
-            step=record.step,
-            max_steps=record.max_steps,
-            epoch=_known(main, "epoch"),
-            tokens_seen=record.tokens_seen,
-            samples_seen=self._samples_seen(),
-            steps_total=main["steps_total"] if main else 0.0,
-            tokens_total=tokens,
-            samples_total=record.rank_sum("samples_total") if main else None,
-            steps_skipped_total=main["steps_skipped_total"] if main else 0.0,
-            batch_size_restarts_total=main["batch_size_restarts_total"] if main else 0.0,
-            resumes_total=record.resumes,
-            loss=record.loss,
-            learning_rate=record.learning_rate,
-            grad_norm=record.grad_norm,
-            train_loss_mean=record.train_loss_mean,
-            eval_loss=dict(record.eval_loss),
-            best_eval_loss=record.best_eval_loss,
-            best_step=record.best_step,
-            evals_since_best=record.evals_since_best,
-            other_metrics=dict(record.other),
-            metrics_dropped_total=record.dropped_total,
-            elapsed=max(0.0, until - started),  # the clock may have been set back
-            session_elapsed=max(0.0, until - self._session_start),
-            eta=record.pace.eta(record.step, record.max_steps) if alive else None,
-            step_seconds_sum=main["step_seconds_sum"] if main else 0.0,
-            step_buckets=record.step_buckets,
-            phase=record.phase,
-            phase_detail=record.phase_detail,
-            phase_ratio=record.phase_ratio,
-            phase_seconds=self._phase_seconds(now, alive),
-            wasted_seconds=record.wasted_seconds,
-            last_activity=main["activity_time"] if main else None,
-            deadline=deadline + to_wall if deadline is not None else None,
-            walltime_deadline=self._session_start + self.options.walltime if self.options.walltime else None,
-            nonfinite_steps=self._nonfinite_steps(),
-            nonfinite_streak=record.rank_max("nonfinite_streak") if main else None,
-            first_nonfinite_step=_known(main, "first_nonfinite_step"),
-            nan_filter=record.nan_filter,
-            health=self._health.level,
-            verdicts=tuple(self._health.verdicts),
-            checkpoints_saved_total=record.rank_max("saves"),
-            checkpoints_present=len(complete) if self._checkpoints is not None else None,
-            checkpoint_last_step=newest.step if newest else None,
-            checkpoint_last_time=newest.saved_at if newest else None,
-            checkpoint_size=newest.size_bytes if newest else None,
-            checkpoint_duration=record.save_seconds,
-            checkpoint_interval_steps=_interval(record.effective.get("save_steps")),
-            checkpoint_best_step=record.best_step
-            if record.best_step in {item.step for item in complete}
-            else None,
-            output_free_bytes=self._free_bytes,
-            resume_lost={
-                part: value is False for part, value in record.restored.items() if value is not None
-            },
-            hub_push_failures_total=record.hub_failures,
-            hub_push_last_success=record.hub_last_success,
-            samples_generated=record.samples_generated,
-            ranks={rank: self._rank(rank, pulse) for rank, pulse in record.pulses.items()},
-        )
-
-    def _info(self) -> dict[str, str]:
-        known = {**self._run_facts.get("info", {}), **self._record.info}
-        known["name"] = self._run_facts.get("name") or self.folder.run_id
-        known.setdefault("resumed_from", self._run_facts.get("resumed_from") or "")
-        return {label: label_value(known[label]) for label in INFO_LABELS if known.get(label) is not None}
-
-    def _samples_seen(self) -> float | None:
-        batch = self._record.effective.get("batch_size")
-        return float(self._record.step * batch) if self._record.step is not None and batch else None
-
-    def _nonfinite_steps(self) -> dict[str, float]:
-        record = self._record
-        if record.main is None:
-            return {}
-        return {
-            "loss": record.rank_max("nonfinite_loss_steps"),
-            "grad_norm": record.rank_max("nonfinite_grad_norm_steps"),
-            "eval_loss": float(record.nonfinite_evals),
-        }
-
-    def _phase_seconds(self, now: float, alive: bool) -> dict[str, float]:
-        """Time by phase; the phase under way counts up to now, less what was declared a stall."""
-        main = self._record.main
-        if main is None:
-            return {}
-        seconds = {phase: main[f"{phase}_seconds"] for phase in PHASES}
-        if alive:
-            seconds[PHASES[int(main["phase"])]] += max(0.0, now - main["phase_monotonic"])
-        for phase, stalled in self._phase_stalled.items():
-            seconds[phase] = max(0.0, seconds[phase] - stalled)
-        seconds["stalled"] = sum(self._phase_stalled.values())
-        return seconds
-
-    def _rank(self, rank: int, pulse: Mapping[str, float]) -> RankSnapshot:
-        memory = {}
-        for kind in ("allocated", "reserved", "peak"):
-            value = pulse[f"memory_{kind}_bytes"]
-            if not math.isnan(value):
-                memory[kind] = value
-        if self.ending is None and (rss := resident_bytes(int(pulse["pid"]))) is not None:
-            memory["rss"] = rss
-        step_time = pulse["step_time"]
-        return RankSnapshot(
-            last_step_time=None if math.isnan(step_time) else step_time,
-            memory_bytes=memory,
-            gpus=self._record.gpus.get(rank, ()),
-        )
-
-
-def verdict_json(snapshot: Snapshot) -> dict[str, Any]:
-    """The content of verdict.json: strict JSON, null for what is unknown or not finite."""
-    return {
-        "run_id": snapshot.run_id,
-        "name": snapshot.info.get("name"),
-        "state": snapshot.state,
-        "health": snapshot.health,
-        "signals": [verdict.to_json() for verdict in snapshot.verdicts],
-        "step": snapshot.step,
-        "max_steps": snapshot.max_steps,
-        "progress_ratio": snapshot.progress_ratio,
-        "loss": _json_number(snapshot.loss),
-        "loss_nonfinite": snapshot.loss is not None and not math.isfinite(snapshot.loss),
-        "eta_seconds": _json_number(snapshot.eta),
-        "phase": snapshot.phase,
-        "phase_detail": snapshot.phase_detail,
-        "ending": snapshot.ending.to_json() if snapshot.ending else None,
-        "updated": snapshot.now,
-    }
-
-
-def _json_number(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _known(pulse: Mapping[str, float] | None, name: str) -> float | None:
-    return None if pulse is None or math.isnan(pulse[name]) else pulse[name]
-
-
-def _interval(value: Any) -> int | None:
-    """Steps between saves; a share of the training (below 1) is resolved by the trainer, not by us."""
-    return int(value) if isinstance(value, (int, float)) and value >= 1 else None
 
 
 def _shell_code(returncode: int) -> int:
     return 128 - returncode if returncode < 0 else returncode
+
+
+def shell_code_of(error: OSError) -> int:
+    """The exit code that a shell gives for a command that can not be run: 127 not found, 126 not executable."""
+    return 127 if isinstance(error, FileNotFoundError) else 126
 
 
 def _take(folder: RunFolder) -> int:
