@@ -33,7 +33,7 @@ test: $(VENV)/.tools
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 test-all: $(VENV)/.tools
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	TUNEWATCH_SEQUENCES=10000 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
