@@ -41,6 +41,8 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ("TunewatchRunNonFinite", "max 2 dropped"): _FILTERED,
     ("TunewatchRunStalled", "max 2 dropped"): _FILTERED,
     ("TunewatchResumeLost", "max 2 dropped"): _FILTERED,
+    ("TunewatchRunNotLearning", "max 2 dropped"): _FILTERED,
+    ("TunewatchRunNeedsAttention", "max 2 dropped"): _FILTERED,
     ("TunewatchNonFiniteIsolated", "max 2 dropped"): _FILTERED,
     ("TunewatchNonFiniteIsolated", "max 3 dropped"): _FILTERED,
     ("TunewatchRunFailed", 'drop matcher 1 (state="failed")'): _SAME_TIME,
