@@ -86,6 +86,20 @@ def test_the_dashboard_is_what_links_and_people_rely_on() -> None:
         assert f"/d/{UID}?var-{VARIABLE}={{{{ $labels.run_id }}}}" in link
 
 
+def test_the_curve_and_the_card_stand_on_one_page() -> None:
+    """Loss, temperature and memory of the GPU over one time axis: a loss that falls off a hot card is seen at once."""
+    drawn = {
+        name
+        for panel in grafana_lint.panels(BOARD)
+        if panel["type"] == "timeseries"
+        for name in re.findall(r"tunewatch_[a-z_]+", json.dumps(panel["targets"]))
+    }
+    assert {
+        "tunewatch_loss", "tunewatch_eval_loss", "tunewatch_grad_norm", "tunewatch_learning_rate",
+        "tunewatch_gpu_temperature_celsius", "tunewatch_gpu_memory_used_bytes", "tunewatch_gpu_utilization_ratio",
+    } <= drawn  # fmt: skip
+
+
 def test_a_round_trip_through_grafanas_schema_loses_nothing() -> None:
     register_default_plugins()
     after = json.loads(JSONEncoder().encode(Dashboard.from_json(copy.deepcopy(BOARD))))

@@ -163,3 +163,14 @@ def test_what_would_be_lost(disk, expected):
         )
     health.tick(moment())
     assert alarms(health) == set()
+
+
+@pytest.mark.parametrize(
+    ("apart", "steps", "raised"), [(500, 100, True), (100, 100, False), (10, None, False)]
+)
+def test_a_training_that_will_not_log_is_told_so_at_its_begin(apart, steps, raised):
+    health = Health()
+    begin(health, max_steps=steps, effective={"logging_steps": apart})
+    assert (active(health), health.level) == ({"never_logs"} if raised else set(), "ok")
+    if raised:
+        assert "logs every 500 steps and has 100" in verdict(health, "never_logs").message

@@ -204,3 +204,76 @@ def test_the_name_of_the_data(name, expected):
     found = facts.info(SimpleNamespace(), STATE, None, SimpleNamespace(train_dataset=data))
     assert found.get("dataset") == expected
     assert "dataset_rows" not in found
+
+
+def a_gpu(monkeypatch, uuids, *, current=0):
+    """torch's view of a machine with GPUs of these uuids, visible to this process."""
+    cuda = SimpleNamespace(
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        device_count=lambda: len(uuids),
+        current_device=lambda: current,
+        get_device_properties=lambda index: SimpleNamespace(uuid=uuids[index]),
+        get_device_name=lambda: "NVIDIA H200",
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+
+
+MIG = "MIG-41b3e9a6-35ab-5e50-a4a6-2e3a4b6d8f00"
+
+
+@pytest.mark.parametrize(
+    ("visible", "n_gpu", "current", "found"),
+    [
+        ("", 1, 0, ["GPU-aaaa"]),
+        ("0,1", 1, 1, ["GPU-bbbb"]),
+        ("GPU-aaaa,GPU-bbbb", 1, 1, ["GPU-bbbb"]),
+        ("0,1", 2, 0, ["GPU-aaaa", "GPU-bbbb"]),
+        (MIG, 1, 0, [MIG]),  # torch names the parent card
+    ],
+)
+def test_the_gpus_of_a_rank_in_nvmls_spelling(monkeypatch, visible, n_gpu, current, found):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    a_gpu(monkeypatch, ["aaaa", "GPU-bbbb"], current=current)
+    assert facts.gpu_uuids(SimpleNamespace(n_gpu=n_gpu)) == found
+
+
+def test_no_gpu_is_none_and_is_not_looked_for(monkeypatch):
+    assert facts.gpu_uuids(SimpleNamespace(n_gpu=0)) == []
+    monkeypatch.delitem(sys.modules, "torch")
+    assert facts.gpu_uuids(SimpleNamespace(n_gpu=0)) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "driver"),
+    [
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024\n",
+            "535.183.01",
+        ),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  575.57.08  Release Build\n", "575.57.08"),
+        ("something else\n", None),
+    ],
+)
+def test_the_gpu_and_its_driver_belong_to_the_environment(monkeypatch, tmp_path, line, driver):
+    a_gpu(monkeypatch, ["aaaa"])
+    (tmp_path / "version").write_text(line)
+    monkeypatch.setattr(facts, "_DRIVER", str(tmp_path / "version"))
+    found = facts.environment()
+    assert (found["gpu"], found.get("driver")) == ("NVIDIA H200", driver)
+
+
+@pytest.mark.parametrize(
+    ("asked", "weights", "computed"),
+    [
+        ({"bf16": True}, "torch.float32", "bf16"),
+        ({"fp16": True}, "torch.float32", "fp16"),
+        ({}, "torch.bfloat16", "bf16"),
+        ({}, "torch.float16", "fp16"),
+        ({}, "torch.float32", "fp32"),
+        ({}, None, "fp32"),
+    ],
+)
+def test_what_is_computed_in(asked, weights, computed):
+    trainer = SimpleNamespace(model=SimpleNamespace(dtype=weights))
+    assert facts.effective_arguments(SimpleNamespace(**asked), STATE, trainer)["precision"] == computed

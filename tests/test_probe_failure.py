@@ -17,7 +17,7 @@ FULL = Path("/dev/full")  # written through a handle: what saves by renaming wou
 
 REASONS = {
     "oom_gpu", "oom_host", "shm", "disk_full", "nccl_timeout", "gpu_lost", "auth", "checkpoint_corrupt", "config",
-    "hub", "nan", "data", "missing_file", "rank_killed", "cancelled", "unknown",
+    "hub", "nan", "data", "missing_file", "rank_killed", "cancelled", "unknown", "nothing_trainable",
 }  # fmt: skip
 
 
@@ -152,7 +152,8 @@ def test_models_that_are_not_there(monkeypatch, tmp_path):
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert hub.is_offline_mode()
-    assert classify(caught(AutoConfig.from_pretrained, "nobody/nothing-at-all")) == "hub"
+    # "We couldn't connect", it says; but it was told not to try, and would be again.
+    assert classify(caught(AutoConfig.from_pretrained, "nobody/nothing-at-all")) == "config"
     assert classify(caught(AutoConfig.from_pretrained, "./nothing-at-all")) == "config"
     assert classify(caught(AutoConfig.from_pretrained, str(tmp_path))) == "config"
 
@@ -238,6 +239,115 @@ def test_texts(kind, text, reason):
     error = kind(text)
     assert classify(error) == reason
     assert text not in str(describe(error)) or not text
+
+
+def named(name, text, module="somewhere", base=Exception):
+    """An exception of a library that need not be installed."""
+    return type(name, (base,), {"__module__": module})(text)
+
+
+LIBRARIES = [
+    # -- out of memory
+    ("OutOfMemoryError", "XPU out of memory. Tried to allocate 1.00 GiB", "oom_gpu"),
+    ("RuntimeError", "NPU out of memory. Tried to allocate 1.00 GiB", "oom_gpu"),
+    ("RuntimeError", "CUDNN_STATUS_ALLOC_FAILED", "oom_gpu"),
+    ("DistBackendError", "ncclUnhandledCudaError: Cuda failure 'out of memory'", "oom_gpu"),
+    ("ValueError", "No available memory for the cache blocks. Try increasing `gpu_memory_utilization`", "oom_gpu"),
+    ("ArrowMemoryError", "malloc of size 1073741824 failed", "oom_host"),
+    # -- a full disk
+    ("SafetensorError", "Error while serializing: I/O error: No space left on device (os error 28)", "disk_full"),
+    ("SafetensorError", "Error while serializing: I/O error: Disk quota exceeded (os error 122)", "disk_full"),
+    # -- the GPU
+    ("AcceleratorError", "CUDA error: uncorrectable NVLink error detected during the execution", "gpu_lost"),
+    ("AcceleratorError", "CUDA error: an illegal instruction was encountered", "unknown"),
+    ("AcceleratorError", "CUDA error: misaligned address", "unknown"),
+    ("AcceleratorError", "CUDA error: an illegal memory access was encountered", "unknown"),
+    ("AcceleratorError", "CUDA error: device not ready", "unknown"),
+    ("AcceleratorError", "CUDA error: device kernel image is invalid", "config"),
+    ("AcceleratorError", "CUDA error: CUDA-capable device(s) is/are busy or unavailable", "config"),
+    ("RuntimeError", "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", "unknown"),
+    ("RuntimeError", "cuDNN error: CUDNN_STATUS_VERSION_MISMATCH", "config"),
+    ("RuntimeError", "The NVIDIA driver on your system is too old (found version 11040)", "config"),
+    ("RuntimeError", "CUDA error: CUDA driver version is insufficient for CUDA runtime version", "config"),
+    ("RuntimeError", "Found no NVIDIA driver on your system.", "config"),
+    ("RuntimeError", "No CUDA GPUs are available", "config"),
+    ("AssertionError", "Torch not compiled with CUDA enabled", "config"),
+    ("RuntimeError", "FlashAttention only supports Ampere GPUs or newer.", "config"),
+    # -- other ranks
+    ("DistBackendError", "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled system error, NCCL version 2.21.5",
+     "nccl_timeout"),
+    ("DistBackendError", "NCCL communicator was aborted on rank 1. ncclRemoteError: A call failed possibly due to a "
+     "network error or a remote process exiting prematurely", "nccl_timeout"),
+    ("RuntimeError", "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer "
+     "[127.0.0.1]:4001", "nccl_timeout"),
+    ("RuntimeError", "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Read error [127.0.0.1]:1: "
+     "Connection reset by peer", "nccl_timeout"),
+    ("DistNetworkError", "Failed to recv, got 0 bytes. Broken pipe", "nccl_timeout"),
+    ("DistStoreError", "Timed out after 2 seconds waiting for clients. 1/2 clients joined.", "nccl_timeout"),
+    ("DistNetworkError", "The server socket has failed to listen on any local network address. port: 29500, useIpv6: "
+     "false, code: -98, name: EADDRINUSE, message: address already in use", "config"),
+    ("BrokenPipeError", "[Errno 32] Broken pipe", "unknown"),  # of its own output
+    # -- the hub
+    ("HfHubHTTPError", "429 Client Error: Too Many Requests for url: https://x", "hub"),
+    ("HfHubHTTPError", "503 Server Error: Service Unavailable for url: https://x", "hub"),
+    ("ConnectionError", "Couldn't reach 'someone/rows' on the Hub (ReadTimeout)", "hub"),
+    ("ValueError", "Token is invalid (`read` permission).", "auth"),
+    ("BadRequestError", "Invalid credentials in Authorization header", "auth"),
+    ("LocalEntryNotFoundError", "Cannot find the requested files in the disk cache and outgoing traffic has been "
+     "disabled.", "config"),
+    ("OfflineModeIsEnabled", "Cannot reach https://x: offline mode is enabled.", "config"),
+    # -- data
+    ("DatasetGenerationError", "An error occurred while generating the dataset", "data"),
+    ("DatasetGenerationCastError", "All the data files must have the same columns", "data"),
+    ("ArrowInvalid", "JSON parse error: Invalid value. in row 0", "data"),
+    ("ArrowTypeError", "Expected bytes, got a 'int' object", "data"),
+    # -- settings
+    ("ValueError", "Asking to pad but the tokenizer does not have a padding token.", "config"),
+    ("ValueError", "Cannot handle batch sizes > 1 if no padding token is defined.", "config"),
+    ("ValueError", "The checkpoint you are trying to load has model type `x` but Transformers does not recognize this "
+     "architecture.", "config"),
+    ("OSError", "x/y does not appear to have a file named config.json", "config"),
+    ("OSError", "libcudart.so.11.0: cannot open shared object file: No such file or directory", "config"),
+    ("ValueError", "numpy.dtype size changed, may indicate binary incompatibility.", "config"),
+    ("AttributeError", "module 'numpy' has no attribute 'bool'", "config"),
+    ("AttributeError", "Can't pickle local object 'main.<locals>.<lambda>'", "config"),
+    ("OSError", "[Errno 24] Too many open files: 'x'", "config"),
+    ("RuntimeError", "Error(s) in loading state_dict for LlamaForCausalLM: size mismatch for lm_head.weight", "config"),
+    ("ValueError", "loaded state dict contains a parameter group that doesn't match the size of optimizer's group",
+     "config"),
+    ("UnpicklingError", "pickle data was truncated", "checkpoint_corrupt"),
+    ("RuntimeError", "element 0 of tensors does not require grad and does not have a grad_fn", "nothing_trainable"),
+    ("Exception", "Current loss scale already at minimum - cannot decrease scale anymore. Exiting run.", "nan"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "reason"), LIBRARIES)
+def test_what_libraries_say(name, text, reason):
+    assert reason in REASONS
+    error = ConnectionError(text) if name == "ConnectionError" else named(name, f"{text} CANARY")
+    assert classify(error) == reason
+    assert "CANARY" not in str(describe(error))
+
+
+def test_a_connection_that_fails():
+    assert classify(named("ConnectError", "[Errno 111] refused", "httpx")) == "hub"
+    assert classify(named("ReadTimeout", "The read operation timed out", "requests.exceptions")) == "hub"
+
+
+def test_json_of_the_user():
+    import json
+
+    assert classify(caught(json.loads, '{"CANARY')) == "data"
+
+
+def test_a_resume_with_another_model_finds_a_sound_checkpoint():
+    code = "torch.nn.Linear(2, 2).load_state_dict({'weight': torch.zeros(3, 3)})"
+    assert classify(in_file("trainer.py", "_load_from_checkpoint", code)) == "config"
+
+
+def test_real_words_of_torch():
+    assert classify(caught(torch.optim.AdamW, [])) == "nothing_trainable"
+    assert classify(caught(torch.zeros(1).sum().backward)) == "nothing_trainable"
 
 
 def test_the_cause_is_looked_at_when_the_exception_says_nothing():

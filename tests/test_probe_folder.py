@@ -21,6 +21,7 @@ import pytest
 from harness import wait_for
 
 from tunewatch.probe import pulse as pulse_module
+from tunewatch.probe import writer as writer_module
 from tunewatch.probe.pulse import FIELDS, UNKNOWN_AT_START, Pulse, read_pulse
 from tunewatch.probe.writer import MAX_LATER, MAX_PENDING, RunWriter, process_globals, process_start
 from tunewatch.runfolder import EventReader
@@ -654,3 +655,32 @@ def test_a_kill_does_not_lose_the_last_step_and_an_orderly_end_loses_nothing(tmp
         assert (pulse["step"], pulse["steps_total"], pulse["first_step"]) == (3.0, 3.0, 0.0)
     told = [event for event in lines(tmp_path / "return") if event["event"] in ("log", "exit")]
     assert [event.get("step") for event in told] == [1, 2, 3, None]
+
+
+def test_while_the_disk_takes_nothing_the_curve_goes_first(small_disk, monkeypatch):
+    """What is kept is bounded; of it, the begin of the run and its exceptions outlive the logs."""
+    monkeypatch.setattr(writer_module, "MAX_PENDING", 100)
+    writer = RunWriter(str(small_disk))
+    writer.event("train_begin", step=0)
+    fill(small_disk / "fill")
+    writer.event("save", step=1)
+    for step in range(150):
+        writer.event("log", step=step, values={"loss": 1.0})
+    writer.event("exception", type="OSError")
+    assert len(writer._pending) == 100
+    (small_disk / "fill").unlink()
+    writer.event("exit")
+    events = list(
+        EventReader(small_disk / "events.jsonl").new()
+    )  # a line that the full disk tore is passed over
+    kinds = [event["event"] for event in events]
+    assert [kind for kind in kinds if kind != "log"] == [
+        "session",
+        "train_begin",
+        "save",
+        "exception",
+        "exit",
+    ]
+    steps = [event["step"] for event in events if event["event"] == "log"]
+    assert steps == sorted(steps) and steps[-1] == 149
+    assert 97 <= len(steps) < 150, "a few found room in the last page of the file"

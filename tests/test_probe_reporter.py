@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from harness import wait_for
 
+from tunewatch.probe import background
 from tunewatch.probe import reporter as reporter_module
 from tunewatch.probe.progress import ProgressTracker
 from tunewatch.probe.pulse import PHASES, STEP_BUCKETS, read_pulse
@@ -504,6 +506,72 @@ def test_the_hooks_are_counted(loop):
     assert one.pulse["hook_seconds"] == 0.0  # by a clock that stood still meanwhile
 
 
+def test_what_the_hooks_take_is_estimated_from_a_sample_of_the_steps(loop):
+    """The first step's are counted as they are: they stand for no other step."""
+    one = loop(max_steps=200)
+
+    class Slow(SimpleNamespace):
+        @property
+        def should_save(self):
+            one.wait(5.0 if one.state.global_step == 1 else 0.001)
+            return False
+
+        @should_save.setter
+        def should_save(self, value):
+            pass
+
+    one.begin()
+    one.control = Slow(should_evaluate=False, should_training_stop=False)
+    calls = one.pulse["hook_calls"]
+    for steps in (1, 3, 70, 130):
+        while one.state.global_step < steps:
+            one.step()
+        pulse = one.pulse
+        assert pulse["hook_seconds"] == pytest.approx(5.0 + 0.001 * (steps - 1), abs=1e-9)
+        assert pulse["hook_calls"] == calls + 2 * steps
+
+
+def test_a_step_without_a_word_for_long_is_seen_when_it_goes_on(loop, monkeypatch):
+    """The hooks call nobody: the background thread stays awake while a training is under way, and only then."""
+    monkeypatch.setattr(background, "PERIOD", 0.01)
+    monkeypatch.setattr(background, "_IDLE", 1)
+    rounds = []
+    work = RunWriter._work
+    monkeypatch.setattr(RunWriter, "_work", lambda writer: rounds.append(1) or work(writer))
+    one = loop()
+    one.begin()
+    wait_for(lambda: len(rounds) > 10)
+    one.reporter.step_begin()
+    wait_for(lambda: read_pulse(str(one.folder / "pulse.0"))["phase"] == PHASES.index("compute"))
+    one.end()
+    wait_for(lambda: one.writer._background.asleep, what="a sleeping thread")
+
+
+def test_a_forked_child_marks_no_step_and_keeps_nothing(loop):
+    one = loop()
+    one.begin()
+    one.step()
+    one.writer.deliver()
+    before = (one.folder / "pulse.0").read_bytes()
+    child = os.fork()
+    if child == 0:
+        try:
+            one.step()
+            os._exit(len(one.writer._later))
+        finally:
+            os._exit(99)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (one.folder / "pulse.0").read_bytes() == before
+
+
+def test_a_loss_that_waits_to_be_looked_at_keeps_no_graph_in_memory(loop):
+    one = loop()
+    weight = torch.ones(3, requires_grad=True)
+    one.reporter.micro_batch((weight * 2).sum(), {})
+    (loss, _) = one.writer._later[-1][2]
+    assert (loss.item(), loss.requires_grad) == (6.0, False)
+
+
 def test_a_streak_is_thinned_out_and_its_end_told(loop):
     one = loop(max_steps=200)
     one.begin()
@@ -649,3 +717,32 @@ def test_one_reporter_for_one_trainer(tmp_path, monkeypatch):
     for control in controls[1:]:
         assert claim(second, control)
     assert len(reporter_module.process_globals()["owners"]) <= 9
+
+
+def test_memory_is_told_at_each_turn(loop, monkeypatch):
+    """An accelerator's numbers are those of torch's allocator; the host's are the kernel's."""
+    one = loop()
+    one.begin()
+    stats = {
+        "allocated_bytes.all.current": 3e9,
+        "reserved_bytes.all.current": 4e9,
+        "allocated_bytes.all.peak": 5e9,
+    }
+    torch = SimpleNamespace(
+        cuda=SimpleNamespace(memory_stats=lambda device: stats), is_tensor=lambda value: False
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    one.reporter._memory_device = 0
+    one.step(evaluate=True)
+    one.evaluation(2.0)
+    one.step(save=True)
+    one.saving(3.0)
+    one.end()
+    told = {event["context"]: event["memory"] for event in one.events("memory")}
+    assert list(told) == ["train_begin", "evaluate", "save", "train_end"]
+    assert told["train_begin"].keys() == {"rss"}, "a CPU has no allocator of its own"
+    assert {key: told["save"][key] for key in ("allocated", "reserved", "peak")} == {
+        "allocated": 3e9, "reserved": 4e9, "peak": 5e9,
+    }  # fmt: skip
+    assert 1e6 < told["save"]["rss"] < 1e12
+    assert (one.pulse["memory_allocated_bytes"], one.pulse["memory_peak_bytes"]) == (3e9, 5e9)

@@ -264,6 +264,12 @@ class TestLogs:
         log(record, 100, train_loss=2.2, train_runtime=5.0, total_flos=7.0)
         assert (record.train_loss_mean, record.other) == (2.2, {})
 
+    def test_a_log_that_tells_the_time_is_no_summary(self):
+        """With include_num_input_tokens_seen each log has a train_runtime; only the summary has a train_loss."""
+        record = in_session()
+        log(record, 10, loss=2.0, train_runtime=5.0, train_tokens_per_second=100.0)
+        assert (record.loss, record.train_loss_mean) == (2.0, None)
+
     def test_the_summary_of_a_finished_run_is_not_a_loss_of_zero(self):
         record = in_session()
         log(record, 100, train_loss=0.0, train_runtime=5.0)
@@ -277,6 +283,25 @@ class TestLogs:
         feed(record, "train_begin", step=5)
         known = (record.loss, record.learning_rate, record.grad_norm, record.train_loss_mean, record.other)
         assert known == (None, None, None, None, {})
+
+
+class TestHub:
+    def test_pushes_are_counted_and_the_last_good_one_is_dated(self):
+        record = in_session()
+        assert (record.hub_failures, record.hub_last_success) == (0, None)
+        feed(record, "hub_push", ok=False, type="HfHubHTTPError", reason="hub", step=10)
+        record.event(
+            {"t": 77.0, "m": 1.0, "event": "hub_push", "rank": 0, "session": "s", "ok": True, "step": 20}
+        )
+        feed(record, "hub_push", ok=False, type="ConnectError", reason="hub", step=30)
+        feed(record, "package", ok=True, push="failed")
+        assert (record.hub_failures, record.hub_last_success) == (3, 77.0)
+
+    def test_those_of_an_earlier_session_are_not_of_this_one(self):
+        record = Record()
+        feed(record, "hub_push", ok=False, step=10)
+        record.begin_session()
+        assert record.hub_failures == 0
 
 
 class TestAttempts:

@@ -84,6 +84,46 @@ def test_room_for_checkpoints_is_limited_by_bytes_or_by_files(story):
     assert snapshot.checkpoints_that_fit == 100
 
 
+def test_written_and_present_are_two_numbers(story):
+    begun(story)
+    for step in (20, 40):
+        story.steps(step - 19, step)
+        story.checkpoint(step)
+    (story.output / "checkpoint-20").rename(story.output / "gone")  # save_total_limit=1
+    snapshot = story.tick()
+    assert (snapshot.checkpoints_saved_total, snapshot.checkpoints_present) == (2, 1)
+
+
+def test_the_best_checkpoint_is_named_while_it_exists(story):
+    begun(story)
+    story.steps(1, 20)
+    story.log(20, eval_loss=2.0)
+    story.checkpoint(20)
+    story.steps(21, 40)
+    story.log(40, eval_loss=2.5)
+    story.checkpoint(40)
+    snapshot = story.tick()
+    assert (snapshot.best_step, snapshot.checkpoint_best_step, snapshot.evals_since_best) == (20, 20, 1)
+    (story.output / "checkpoint-20").rename(story.output / "gone")
+    story.wait(30)
+    assert (story.tick().best_step, story.tick().checkpoint_best_step) == (20, None)
+
+
+def test_a_long_evaluation_is_no_stall_as_long_as_batches_come(tmp_path, monkeypatch):
+    story = Story(tmp_path, monkeypatch, patience=Patience(evaluate=60.0))
+    begun(story)
+    story.steps(1, 20)
+    last_step = story.tick().ranks[0].last_step_time
+    for _ in range(5):
+        story.beat("evaluate")
+        assert signals(story.wait(50)) == {}
+    after = story.tick()
+    assert after.ranks[0].last_step_time == last_step, "a sign of life is no step"
+    assert after.last_activity == pytest.approx(story.clock.time() - 50)
+    assert "in an evaluation" in signals(story.wait(20))["stalled"].message
+    story.close()
+
+
 def test_a_broken_checkpoint_is_told(story):
     begun(story)
     story.steps(1, 20)

@@ -140,6 +140,8 @@ def train():
     settings = {"save_steps": 2}
     if DEATH.startswith("worker"):
         settings["dataloader_num_workers"] = 1
+    if os.environ.get("PUSH"):
+        settings.update(push_to_hub=True, hub_model_id="someone/model")
 
     class Dying(Trainer):
         def _save(self, *args, **kwargs):

@@ -96,7 +96,7 @@ _FIELDS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(
         (
             "event", "session", "way", "python", "phase", "detail", "activity", "state", "nan_visibility", "trainer",
-            "checkpoint", "during", "type", "reason", "push",
+            "checkpoint", "context", "during", "type", "reason", "push",
         ),
         _text,
     ),
@@ -111,7 +111,7 @@ _FIELDS: dict[str, Callable[[Any], Any]] = {
     ),
     **dict.fromkeys(("gpus", "bases", "frames"), _texts),
     **dict.fromkeys(("info", "environment", "effective", "requested", "arguments"), _scalars),
-    **dict.fromkeys(("values", "tokens"), _numbers),
+    **dict.fromkeys(("values", "tokens", "memory"), _numbers),
     "nonfinite": _spelled,
     "restored": _flags,
 }  # fmt: skip

@@ -232,7 +232,7 @@ METRICS: tuple[MetricDefinition, ...] = (
     D("eval_overlap_rows", "gauge", "Evaluation rows that also occur in the training data; absent where that can not be told.", _one(lambda s: s.eval_overlap_rows)),
     D("run_gpu_info", "info", "The GPUs of a live run, by uuid in NVML's spelling.", _gpus, ("rank", "uuid")),
     D("process_memory_bytes", "gauge", "Memory of the training process: allocated, reserved, peak on its GPU, rss on the host.", _memory, ("rank", "device", "kind")),
-    D("probe_seconds", "counter", "Time that the probe took on the training threads of this session.", _one(lambda s: s.probe_seconds_total)),
+    D("probe_seconds", "counter", "Time that the probe took on the training threads of this session, estimated from one step in 61.", _one(lambda s: s.probe_seconds_total)),
     D("probe_errors", "counter", "Faults of the monitoring itself: hook (in the training process), append (events the disk did not take at once), malformed (lines that could not be read).", _each(lambda s: s.probe_errors), ("kind",)),
     D("clock_jumps", "counter", "Times that the clock of this machine was set while the run was watched.", _one(lambda s: s.clock_jumps_total)),
 )  # fmt: skip

@@ -331,8 +331,8 @@ def _timeline() -> Panel:
     queries.append(series(f"max by (run_id) (tunewatch_health_level{{{RUN}}})", "health", "G"))
     return timeline(
         "State, NaN and health signals",
-        "The state; whether steps and logged values are numbers; the supervisor's verdict, and each signal that held in "
-        "the time shown. Normal is “ok” in all rows; a gap is a time without data, not a good one.",
+        "The state; whether steps and logged values are numbers; the supervisor's verdict, and each signal that held "
+        "in the time shown. Normal is “ok” in all rows; a gap is a time without data, not a good one.",
         *queries,
         values={
             0: ("ok", "dark-green"),

@@ -34,6 +34,10 @@ def finite(value: Any) -> float | None:
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
+    if (
+        value is None or type(value) is dict
+    ):  # isinstance with an abstract class takes longer than all else here
+        return value or {}
     return value if isinstance(value, Mapping) else {}
 
 

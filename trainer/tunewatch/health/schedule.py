@@ -145,12 +145,14 @@ class Restart:
 
 
 class Resume:
-    """`resume_lost`, `schedule_reshaped`, `arguments_overridden`: facts of the start, which hold for the session.
+    """`resume_lost`, `schedule_reshaped`, `arguments_overridden`, `never_logs`: facts of the start, which hold for the
+    session.
 
     `resume_lost`: a resume that did not bring back the optimizer or the scheduler; said before the first step.
     `schedule_reshaped`: a resume whose number of steps is not that of the session before; the schedule is a function of
     it, so the learning rate bends there. `arguments_overridden`: logging, evaluation or saving every n steps, where the
-    trainer took another n (of the checkpoint) than the arguments say.
+    trainer took another n (of the checkpoint) than the arguments say. `never_logs`: more steps between two logs than
+    there are steps (transformers logs every 500 unless it is told), so that no loss will be seen before the end.
     """
 
     NAMES = (("logging_steps", "logs"), ("eval_steps", "evaluates"), ("save_steps", "saves"))
@@ -164,11 +166,22 @@ class Resume:
             self._lost(training)
             self._reshaped(training)
         self._overridden(training)
+        self._never_logs(training)
         self.past(training)
 
     def past(self, training: Training) -> None:
         """A training of an earlier session."""
         self._max_steps = training.max_steps
+
+    def _never_logs(self, training: Training) -> None:
+        apart = finite((training.effective or {}).get("logging_steps"))
+        if apart is None or training.max_steps is None or apart <= training.max_steps:
+            return
+        self._findings.hold(
+            "never_logs", training.step,
+            f"It logs every {apart:.0f} steps and has {training.max_steps}: no loss will be seen before the end.",
+            "Set logging_steps to a small share of the steps; NaN is seen all the same.",
+        )  # fmt: skip
 
     def _lost(self, training: Training) -> None:
         restored = training.restored or {}

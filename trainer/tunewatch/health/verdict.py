@@ -44,6 +44,7 @@ SIGNALS: dict[str, str] = {
     "lr_restarted": "attention",
     "schedule_reshaped": "attention",
     "arguments_overridden": "info",
+    "never_logs": "info",
     "step_back": "info",
     "two_writers": "attention",
     # life, disk and hub

@@ -95,9 +95,9 @@ class TunewatchCallback(TrainerCallback):
         if self._active:
             self._reporter.substep_end()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         if self._active:
-            self._reporter.step_end(args, state, control, optimizer=kwargs.get("optimizer"))
+            self._reporter.step_end(args, state, control, optimizer)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if self._active:

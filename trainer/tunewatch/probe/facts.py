@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 from typing import Any
 
@@ -27,6 +28,7 @@ _NAMED = (
 )  # fmt: skip
 _WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 _KINDS = ("logging", "eval", "save")
+_DRIVER = "/proc/driver/nvidia/version"
 _PARTS = ("optimizer", "scheduler", "rng", "data_order")
 _BY_METRIC = ("ReduceLROnPlateau", "GreedyLR")
 """Schedulers that count evaluations: 0 is right before the first one."""
@@ -218,7 +220,7 @@ def effective_arguments(args: Any, state: Any, trainer: Any = None) -> dict[str,
         "gradient_accumulation_steps": accumulation,
         "world_size": world,
         "batch_size": batch * accumulation * world if batch and accumulation else None,
-        "precision": _precision(args),
+        "precision": _precision(args, getattr(trainer, "model", None)),
         "warmup_steps": warmup_steps(args, getattr(state, "max_steps", None)),
     }
     for kind in _KINDS:
@@ -239,8 +241,13 @@ def _micro_batch(args: Any, state: Any, trainer: Any) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def _precision(args: Any) -> str:
-    return "bf16" if getattr(args, "bf16", False) else "fp16" if getattr(args, "fp16", False) else "fp32"
+def _precision(args: Any, model: Any = None) -> str:
+    """What is computed in: by the mixed precision that was asked for, else by the weights themselves."""
+    for name in ("bf16", "fp16"):
+        if getattr(args, name, False):
+            return name
+    weights = str(getattr(model, "dtype", ""))
+    return {"torch.bfloat16": "bf16", "torch.float16": "fp16"}.get(weights, "fp32")
 
 
 def warmup_steps(args: Any, max_steps: Any) -> int | None:
@@ -326,7 +333,21 @@ def environment() -> dict[str, str]:
     cuda = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None)
     if isinstance(cuda, str):
         found["cuda"] = cuda
-    return found
+    return {**found, **_gpu_and_driver()}
+
+
+def _gpu_and_driver() -> dict[str, str]:
+    """The model of this rank's GPU and the version of its driver, where there is one."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return {}
+    found = {"gpu": str(torch.cuda.get_device_name())}
+    try:
+        with open(_DRIVER, encoding="utf-8") as file:
+            version = re.search(r"Kernel Module\S*(?:\s+for \S+)?\s+([\d.]+)", file.readline())
+    except OSError:
+        return found
+    return {**found, "driver": version[1]} if version else found
 
 
 def parameters(model: Any) -> dict[str, int | None]:

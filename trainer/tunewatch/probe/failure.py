@@ -7,6 +7,7 @@ looked at here, where it is, and only its kind goes on.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import traceback
@@ -16,21 +17,28 @@ from typing import Any
 _MESSAGES: tuple[tuple[str, str], ...] = (
     ("shm", r"DataLoader worker.*(Bus error|shared memory)|insufficient shared memory|No space left on device.*/dev/shm|(write to file|shared memory|resize).*</?torch_\d.*No space left|/dev/shm/.*No space left"),
     ("oom_host", r"DataLoader worker.*killed by signal: Killed"),
-    ("oom_gpu", r"(CUDA|HIP|XPU|NPU) out of memory|MPS backend out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDA error: out of memory"),
+    ("oom_gpu", r"(CUDA|HIP|XPU|NPU|HPU) out of memory|MPS backend out of memory|CU(BLAS|DNN|SOLVER|SPARSE|FFT)_STATUS_ALLOC_FAILED|(CUDA|HIP|NPU|XPU) error: out of memory|(Cuda|HIP) failure '?out of memory|cudaErrorMemoryAllocation|UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY|No available memory for the cache blocks"),
     ("oom_gpu", r"^(torch\.)?OutOfMemoryError"),
-    ("oom_host", r"DefaultCPUAllocator: (can't|not enough)|Cannot allocate memory|^MemoryError|ArrayMemoryError|std::bad_alloc"),
+    ("oom_host", r"DefaultCPUAllocator: (can't|not enough)|Cannot allocate memory|^MemoryError|(Array|Arrow)MemoryError|std::bad_alloc"),
     ("disk_full", r"No space left on device|os error 28|Disk quota exceeded|os error 122|file write failed|PytorchStreamWriter failed writing|inline_container\.cc.*unexpected pos"),
     ("nccl_timeout", r"(NCCL|collective operation|ProcessGroup\w+).*(timeout|timed out)|Watchdog caught collective|Timed out waiting \d+ms for (recv|send)"),
-    ("gpu_lost", r"unspecified launch failure|fallen off the bus|GPU is lost|GPU_IS_LOST|uncorrectable ECC|device handle for GPU|no CUDA-capable device|\bXid\b|CUDA error: (unknown error|misaligned address|an illegal instruction|hardware stack error|invalid program counter|the launch timed out|mapping of buffer object failed|device kernel image is invalid|CUDA-capable device\(s\) is/are busy)|CUDNN_STATUS_(INTERNAL|EXECUTION)_FAILED.*launch|Unable to determine the device handle|device not ready|HIP error: (unspecified launch failure|device lost|unknown error)|cudaErrorLaunchFailure|cudaErrorECCUncorrectable"),
+    ("gpu_lost", r"unspecified launch failure|fallen off the bus|GPU is lost|GPU_IS_LOST|uncorrectable (ECC|NVLink)|device handle for GPU|\bXid\b|CUDA error: unknown error|CUDNN_STATUS_(INTERNAL|EXECUTION)_FAILED.*launch|system not yet initialized|HIP error: (unspecified launch failure|device lost|unknown error)|UR_RESULT_ERROR_DEVICE_LOST|cudaErrorLaunchFailure|cudaErrorECCUncorrectable"),
+    # Of the communication with other ranks, but no word of time: a rank went away, or the network between them did.
+    ("nccl_timeout", r"NCCL error|ncclSystemError|ncclRemoteError|Connection closed by (remote )?peer|remote process exited|(gloo|ProcessGroup\w+|TCPStore|^Dist\w*Error).*(Broken pipe|Connection (reset|refused|was likely closed))|^Dist(Network|Store)Error.*(timed out|timeout)"),
     ("config", r"^(RepositoryNotFoundError|RevisionNotFoundError)"),  # the hub says 401 for a name it does not have
-    ("auth", r"GatedRepoError|restricted and you are not in the authorized list|Access to model .* is restricted|LocalTokenNotFound|gated repo|\b401\b.*(Unauthorized|Client Error)|\b403\b.*Forbidden|Invalid user token|Please log in|Unauthorized for url"),
-    ("checkpoint_corrupt", r"SafetensorError|Weights only load failed|PytorchStreamReader failed|incomplete metadata, file not fully covered|Can't find a valid checkpoint|checkpoint is corrupt"),
-    ("config", r"is not a local folder and is not a valid model identifier|Repo id must|No such (model|repo)|HFValidationError"),
-    ("config", r"Target modules .* not found|No modules were targeted|unexpected keyword argument|No module named|ImportError|ModuleNotFoundError|PackageNotFoundError|not support(ed)? bf16|doesn't support (bf16|fp16)|Your setup doesn't support|(bf16|bfloat16|fp16|fp8).{0,40}(is )?not supported|no kernel image is available|invalid device ordinal|Torch not compiled with CUDA|TemplateSyntaxError|TemplateError|UndefinedError|chat_template is not set|Unrecognized argument"),
-    ("config", r"No valid checkpoint found|Unrecognized (model|configuration)|is not a valid .*Strategy|ValidationError|requires the .* library"),
-    ("hub", r"HfHubHTTPError|LocalEntryNotFoundError|OfflineModeIsEnabled|Connection error.*hugging|couldn't connect to|We couldn't connect"),
-    ("nan", r"FloatingPointError|returned nan values|contains either `?inf`?, `?nan`?|loss is (nan|inf)"),
-    ("data", r"DatasetNotFound|DatasetGenerationError|DataFilesNotFound|EmptyDatasetError|UnicodeDecodeError|ArrowInvalid|Unable to create tensor|index out of range in self|CUDA error: device-side assert"),
+    ("auth", r"GatedRepoError|restricted and you are not in the authorized list|Access to model .* is restricted|LocalTokenNotFound|gated repo|\b401\b.*(Unauthorized|Client Error)|\b403\b.*Forbidden|Invalid (user token|credentials in Authorization)|Token is (invalid|required)|Token .{0,40}not valid|Please log in|Unauthorized for url"),
+    # A resume with a model, an adapter or an optimizer of another shape: the checkpoint is sound.
+    ("config", r"Error\(s\) in loading state_dict|size mismatch for|loaded state dict (has|contains) a (different number of )?parameter group"),
+    ("checkpoint_corrupt", r"SafetensorError|Weights only load failed|PytorchStreamReader failed|incomplete metadata, file not fully covered|Can't find a valid checkpoint|checkpoint is corrupt|^UnpicklingError"),
+    ("config", r"is not a local folder and is not a valid model identifier|Repo id must|No such (model|repo)|HFValidationError|does not appear to have a file named|does not recognize this architecture"),
+    ("config", r"Target modules .* not found|No modules were targeted|unexpected keyword argument|No module named|ImportError|ModuleNotFoundError|PackageNotFoundError|not support(ed)? bf16|doesn't support (bf16|fp16)|Your setup doesn't support|(bf16|bfloat16|fp16|fp8).{0,40}(is )?not supported|no kernel image is available|device kernel image is invalid|invalid device ordinal|Torch not compiled with CUDA|TemplateSyntaxError|TemplateError|UndefinedError|chat_template is not set|Unrecognized argument"),
+    ("config", r"No valid checkpoint found|Unrecognized (model|configuration)|is not a valid .*Strategy|ValidationError|requires the .* library|instantiate the backend tokenizer|does not have a padding token|no padding token is defined|Attempting to unscale FP16|fine-tuning on purely quantized|does not support gradient checkpointing"),
+    ("config", r"driver (version is insufficient|on your system is too old)|forward compatibility was attempted|No CUDA GPUs are available|no CUDA-capable device|busy or unavailable|Found no NVIDIA driver|only supports? .{0,40}GPUs|requires device with capability|CU(DNN|BLAS)_STATUS_(ARCH_MISMATCH|NOT_SUPPORTED|VERSION_MISMATCH|SUBLIBRARY_VERSION_MISMATCH)|cuDNN version incompatib"),
+    ("config", r"cannot open shared object file|undefined symbol|GLIBC(XX)?_[\d.]+.? not found|binary incompatibility|^AttributeError: module '[\w.]+' has no attribute|Failed to find C compiler|\b(can't|can ?not) pickle|PicklingError|EADDRINUSE|Address already in use|Too many open files|received \d items of ancdata"),
+    ("nothing_trainable", r"does not require grad and does not have a grad_fn|optimizer got an empty parameter list"),
+    ("hub", r"HfHubHTTPError|LocalEntryNotFoundError|Connection ?error.*(hugging|hf\.co)|couldn't connect to|Max retries exceeded|Too Many Requests|\b(429|5\d\d) (Client|Server) Error|(Client|Server) error '(429|5\d\d)"),
+    ("nan", r"FloatingPointError|returned nan values|contains either `?inf`?, `?nan`?|loss is (nan|inf)|loss scale already at minimum"),
+    ("data", r"DatasetNotFound|DatasetGeneration\w*Error|DataFilesNotFound|EmptyDatasetError|UnicodeDecodeError|^Arrow\w+:|Unable to create tensor|index out of range in self|CUDA error: device-side assert"),
 )  # fmt: skip
 _COMPILED = tuple((reason, re.compile(pattern, re.IGNORECASE | re.DOTALL)) for reason, pattern in _MESSAGES)
 
@@ -46,7 +54,7 @@ _DATA_FRAMES = (
 _CONFIG_FRAMES = (
     "training_args.py",
     "sft_config.py",
-    "configuration_utils.py",
+    "configuration_",
     "auto_factory.py",
     "hf_argparser.py",
 )
@@ -82,6 +90,8 @@ def classify(error: BaseException) -> str:
         own = getattr(link, "tunewatch_reason", None)
         if isinstance(own, str):
             return own
+        if any(_OFFLINE.search(_named(cause)) for cause in _chain(link)):
+            return "config"  # what wraps it speaks of a connection
         failed = _of_torchrun(link)
         if failed is not None:  # a rank that raised has reported that itself
             return "rank_killed" if failed[1] < 0 else "unknown"
@@ -92,6 +102,9 @@ def classify(error: BaseException) -> str:
         return "shm"  # nothing said what it died of
     return _classify_by_place(error) or "unknown"
 
+
+_OFFLINE = re.compile(r"outgoing traffic has been disabled|^OfflineModeIsEnabled")
+"""The settings say that the hub may not be asked (HF_HUB_OFFLINE): to try again changes nothing."""
 
 _WORKER_GONE = re.compile(r"DataLoader worker.*exited unexpectedly")
 
@@ -131,6 +144,10 @@ def safe_detail(error: BaseException) -> str:
     return ""
 
 
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {_message(error)}"[:20_000]
+
+
 def _message(error: BaseException) -> str:
     try:
         return str(error)
@@ -159,7 +176,7 @@ def _classify_one(error: BaseException) -> str | None:
         return "shm" if str(getattr(error, "filename", "")).startswith("/dev/shm/") else "disk_full"
     if number == errno.ENOMEM:
         return "oom_host"
-    text = f"{type(error).__name__}: {_message(error)}"[:20_000]
+    text = _named(error)
     for reason, pattern in _COMPILED:
         if pattern.search(text):
             return reason
@@ -169,7 +186,13 @@ def _classify_one(error: BaseException) -> str | None:
         return "missing_file"
     if isinstance(error, (PermissionError, NotADirectoryError, IsADirectoryError)):
         return "config"
+    if type(error).__module__.partition(".")[0] in _NETWORK or type(error) is ConnectionError:
+        return "hub"
     return None
+
+
+_NETWORK = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3", "aiohttp")
+"""Packages whose exceptions tell of a connection to the hub, or to a service like it."""
 
 
 def _classify_by_place(error: BaseException) -> str | None:
@@ -181,7 +204,7 @@ def _classify_by_place(error: BaseException) -> str | None:
             return "config"
         if any(part in filename for part in _DATA_FRAMES):
             return "data"
-    return None
+    return "data" if isinstance(error, json.JSONDecodeError) else None
 
 
 def _in_functions(error: BaseException, names: tuple[str, ...]) -> bool:

@@ -65,9 +65,9 @@ FIELDS: tuple[str, ...] = (
     "memory_peak_bytes",
     "events_written",
     "append_errors",
-    "hook_calls",
-    "hook_seconds",  # time spent in our code on the training thread
-    "hook_max_seconds",  # the longest single call of one step in 64, with the time taken out in which others ran
+    "hook_calls",  # estimated, as hook_seconds is
+    "hook_seconds",  # wall time in our code on the training thread; of the hooks of a step, one step in 61 is measured
+    "hook_max_seconds",  # the longest single call of what is measured, less the time in which others ran
     "hook_errors",
 )
 INDEX = {name: position for position, name in enumerate(FIELDS)}

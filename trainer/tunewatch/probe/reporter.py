@@ -40,31 +40,25 @@ _STEP_TIME, _STEP_MONOTONIC = INDEX["step_time"], INDEX["step_monotonic"]
 _SAMPLES, _STAGE = INDEX["samples_total"], INDEX["step_stage"]
 _TOKENS = tuple(INDEX[f"tokens_{kind}_total"] for kind in tokens.KINDS)
 
-_COUNTED = tokens.Batch(None, None, None)
 _UNDER_WAY = -1
 
-SAMPLED = 64
-"""Of as many steps, one has its hooks measured for `hook_max_seconds`: the system calls for it cost as much as they."""
+_QUICK = (
+    "batches_are_here",
+    "advances",
+    "micro_batch",
+    "gradient_norm",
+    "step_begin",
+    "substep_end",
+    "step_end",
+    "log",
+)
+"""The hooks of a step: each notes what happened, and the background thread makes of it what it is.
 
-
-def _quick(method: _Method) -> _Method:
-    """A hook that comes in each step: it notes what happened, and the background thread makes of it what it is."""
-
-    @functools.wraps(method)
-    def hook(self: Reporter, *args: Any, **kwargs: Any) -> None:
-        if self.sampling:
-            self.sample(method, args, kwargs)
-            return
-        began = time.monotonic()
-        try:
-            method(self, *args, **kwargs)
-        except Exception:
-            self.writer.error()
-        session = self.session
-        session.calls += 1
-        session.seconds += time.monotonic() - began
-
-    return hook  # type: ignore[return-value]
+A function call costs there several times what it costs elsewhere (see background.py): hence no wrapper around them,
+and whether the background thread runs, or this is a forked child, is looked at in `step_end` alone.
+"""
+SAMPLED = 61
+"""Of as many steps, one has its hooks measured: that costs as much as they. A prime, to fall in with no interval."""
 
 
 def _quiet(method: _Method) -> _Method:
@@ -77,7 +71,8 @@ def _quiet(method: _Method) -> _Method:
                 method(self, *args, **kwargs)
                 self.count_hooks()
 
-        self.sample(settled, args, kwargs)
+        self.session.calls += 1
+        self.session.seconds += self._measure(settled, args, kwargs)
 
     return hook  # type: ignore[return-value]
 
@@ -104,7 +99,25 @@ class _Session:
     def __init__(self) -> None:
         self.steps = 0
         self.tokens = tokens.TokenTotals()
-        self.calls, self.seconds, self.longest = 0, 0.0, 0.0  # of the hooks
+        self.calls, self.seconds, self.longest = 0.0, 0.0, 0.0  # of the hooks
+        self._per_step: tuple[float, float] | None = None  # calls and seconds, the mean of the samples
+        self._samples, self._sampled_calls, self._sampled_seconds = 0, 0, 0.0
+        self._counted_steps = 1  # the first step's hooks are counted as they are
+
+    def add_steps(self) -> None:
+        """Add the hooks of the steps since the last time: as much as the sampled ones took on average."""
+        if self._per_step is not None:
+            more, self._counted_steps = self.steps - self._counted_steps, self.steps
+            self.calls += more * self._per_step[0]
+            self.seconds += more * self._per_step[1]
+
+    def sample(self, seconds: float, *, last: bool) -> None:
+        """Note a call of a sampled step, the last of them or not."""
+        self._sampled_calls += 1
+        self._sampled_seconds += seconds
+        if last:
+            self._samples += 1
+            self._per_step = self._sampled_calls / self._samples, self._sampled_seconds / self._samples
 
 
 class Reporter:
@@ -117,9 +130,11 @@ class Reporter:
         self.pace = Pace()
         self.watch = NonFiniteWatch()
         self.pushes = Pushes(writer)
-        self.sampling = True  # whether the hooks of this step are measured for `hook_max_seconds`
         self.session: _Session = writer.shared.setdefault("session", _Session())
         self.in_company = writer.world_size > 1
+        self._note, self._clock = writer.note, time.monotonic
+        self._sampling = False
+        self._sample_steps(True)
         self._main = writer.rank == 0
         self._training = False
         self._trainer: Any = None
@@ -137,12 +152,12 @@ class Reporter:
         self._streak = 0
         self._memory_device: int | None = None
 
-    def sample(self, method: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run a hook so that no fault of ours gets out, and measure what it costs.
+    def _measure(self, method: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        """Run a hook so that no fault of ours gets out; returns its seconds of wall time.
 
-        `hook_seconds` is wall time of all calls. For `hook_max_seconds`, the longest single call of those that come
-        seldom and of the sampled steps, only what we caused counts: the time a call was blocked, or the CPU time it
-        took; not the time in which the scheduler ran somebody else.
+        For `hook_max_seconds`, the longest single call of those that come seldom and of the sampled steps, only what we
+        caused counts: the time a call was blocked, or the CPU time it took; not the time in which the scheduler ran
+        somebody else.
         """
         sample = _Sample()
         try:
@@ -150,9 +165,25 @@ class Reporter:
         except Exception:
             self.writer.error()
         spent, caused = sample.seconds()
-        self.session.calls += 1
-        self.session.seconds += spent
         self.session.longest = max(self.session.longest, caused)
+        return spent
+
+    def _sample_steps(self, sampling: bool) -> None:
+        """Begin or end to measure the hooks of a step, by something put before them."""
+        self._sampling = sampling
+        for name in _QUICK:
+            if sampling:
+                setattr(self, name, functools.partial(self._sampled, getattr(type(self), name)))
+            else:
+                delattr(self, name)
+
+    def _sampled(self, method: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if self.session.steps > 0:
+            seconds = self._measure(method, args, kwargs)
+            self.session.sample(seconds, last=not self._sampling)
+        else:  # the first step takes longer and stands for no other
+            self.session.calls += 1
+            self.session.seconds += self._measure(method, args, kwargs)
 
     def count_hooks(self) -> None:
         """Put what the hooks cost into the pulse."""
@@ -173,35 +204,31 @@ class Reporter:
             output = getattr(getattr(trainer, "args", None), "output_dir", None)
             self.writer.event("resume", output_dir=os.path.abspath(output) if output else None)
 
-    @_quick
     def batches_are_here(self) -> None:
-        self.writer.later(time.monotonic(), self._begin_step)
+        self._note((self._clock(), self._begin_step, ()))
 
-    @_quick
     def advances(self) -> None:
-        self.writer.later(time.monotonic(), self._advances)
+        self._note((self._clock(), self._advances, ()))
 
-    @_quick
     def micro_batch(self, loss: Any, inputs: Any) -> None:
-        if not getattr(loss, "is_cpu", True):
-            self._look_there(self.watch.loss, loss)
-            loss = None
-        elif getattr(loss, "requires_grad", False):
-            loss = loss.detach()
-        batch = tokens.batch_of(inputs)
-        if batch is not None and not getattr(batch.ids, "is_cpu", True):
-            self.writer.later(
-                time.monotonic(), self._add_tokens, self._count_there(batch), batch.ids.shape[0]
-            )
-            batch = _COUNTED
-        self.writer.later(time.monotonic(), self._micro_batch, loss, batch)
+        try:
+            if not getattr(loss, "is_cpu", True):
+                self._micro_batch_there(loss, inputs)
+                return
+            if getattr(loss, "requires_grad", False):
+                loss = loss.detach()  # the graph behind it is large
+            self._note((self._clock(), self._micro_batch, (loss, inputs)))
+        except Exception:
+            self.writer.error()
 
-    @_quick
     def gradient_norm(self, norm: Any) -> None:
-        if getattr(norm, "is_cpu", True):
-            self.writer.later(time.monotonic(), self._gradient_norm, norm)
-        else:
-            self._look_there(self.watch.grad_norm, norm)
+        try:
+            if getattr(norm, "is_cpu", True):
+                self._note((self._clock(), self._gradient_norm, (norm,)))
+            else:
+                self._look_there(self.watch.grad_norm, norm)
+        except Exception:
+            self.writer.error()
 
     @_quiet
     def training_returned(self) -> None:
@@ -229,7 +256,7 @@ class Reporter:
         restart = self._training  # no on_train_end since: auto_find_batch_size tries a smaller batch
         if pulse is not None and restart:
             pulse.add("batch_size_restarts_total")
-        self._training = True
+        self._training = self.writer.attended = True
         self._began = self.writer.now()[1]
         self._step_end, self._pauses, self._pause_began = None, 0.0, None
         self.pace.reset()
@@ -262,6 +289,7 @@ class Reporter:
                 gpus=gpus,
                 restart=restart,
             )
+            self._tell_memory("train_begin")
         skipping = step > 0 and not getattr(args, "ignore_data_skip", False)
         self._enter("data")
         detail, activity = ("skipping data", "skip_data") if skipping else ("first batch", "first_batch")
@@ -269,57 +297,54 @@ class Reporter:
         self.tracker.update(
             run_id=self.writer.run_id, state="training", step=step, max_steps=facts.limit(state.max_steps)
         )
+        self.writer.keep_up()  # from here on what is noted calls nobody
 
-    @_quick
     def step_begin(self) -> None:
-        self.writer.later(time.monotonic(), self._step_begins)
+        self._note((self._clock(), self._step_begins, ()))
 
-    @_quick
     def substep_end(self) -> None:
-        self.writer.later(time.monotonic(), self.writer.alive)
+        self._note((self._clock(), self.writer.alive, ()))
 
-    @_quick
-    def step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        step, now = state.global_step, time.monotonic()
-        self.session.steps = steps = self.session.steps + 1
-        pulse = self.writer.pulse
-        if pulse is not None:
-            pulse.mark(step, time.time(), now, steps)
-        skipped = getattr(objects.get("optimizer"), "step_was_skipped", False)
-        evaluates = getattr(control, "should_evaluate", False)
-        saves = getattr(control, "should_save", False)
-        findings = self.watch.step_end(step, skipped=skipped) if self._on_accelerator else None
-        self.writer.later(
-            now,
-            self._step_ends,
-            step,
-            steps,
-            state.max_steps,
-            state.epoch,
-            skipped,
-            evaluates,
-            saves,
-            findings,
-        )
-        self.sampling = steps % SAMPLED == 0
-        if evaluates or saves:
-            self.writer.deliver()
+    def step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None) -> None:
+        try:
+            now, session, writer = self._clock(), self.session, self.writer
+            if not writer.keep_up():
+                return
+            step = state.global_step
+            session.steps = steps = session.steps + 1
+            if writer.pulse is not None:
+                writer.pulse.mark(step, time.time(), now, steps)
+            skipped = getattr(optimizer, "step_was_skipped", False)
+            evaluates = getattr(control, "should_evaluate", False)
+            saves = getattr(control, "should_save", False)
+            findings = self.watch.step_end(step, skipped=skipped) if self._on_accelerator else None
+            self._note((
+                now, self._step_ends,
+                (step, steps, state.max_steps, state.epoch, skipped, evaluates, saves, findings),
+            ))  # fmt: skip
+            if self._sampling or steps % SAMPLED == 0:
+                self._choose_sample(steps)
+            if evaluates or saves:
+                writer.deliver()
+        except Exception:
+            self.writer.error()
 
-    @_quick
     def log(self, args: Any, state: Any, logs: Any) -> None:
-        findings: list[StepFinding] = []
-        if self._on_accelerator:  # the trainer has just waited for it: what was under way is here
-            findings = self.watch.arrived() if self.watch.asynchronous else self.watch.flush()
-        logs = dict(logs or {})
-        if self._on_accelerator and any(map(_is_tensor, logs.values())):
-            finite, nonfinite = split_finite(logs)  # here: it may wait for the accelerator
-            logs = {**finite, **{key: float(text) for key, text in nonfinite.items()}}
-        seen = getattr(state, "num_input_tokens_seen", None) or None
-        self.writer.later(time.monotonic(), self._logs, state.global_step, state.epoch, logs, seen, findings)
+        try:
+            now, logs = self._clock(), dict(logs or ())
+            findings: Sequence[StepFinding] = ()
+            if self._on_accelerator:
+                findings, logs = self._look_at_logs(logs)
+            seen = getattr(state, "num_input_tokens_seen", None)
+            self._note((now, self._logs, (state.global_step, state.epoch, logs, seen, findings)))
+        except Exception:
+            self.writer.error()
 
-    @_quick
     def prediction_step(self) -> None:
-        self.writer.later(time.monotonic(), self._predicts)
+        began = self._clock()
+        self.writer.later(began, self._predicts)
+        self.session.calls += 1
+        self.session.seconds += self._clock() - began
 
     @_quiet
     def evaluate(self, state: Any, control: Any) -> None:
@@ -331,6 +356,7 @@ class Reporter:
             self.writer.event(
                 "evaluate", step=int(state.global_step), seconds=seconds, batches=self._eval_batches
             )
+            self._tell_memory("evaluate")
         self._eval_batches = 0
         if getattr(control, "should_save", False):
             self._begin_pause("save", f"checkpoint-{int(state.global_step)}")
@@ -359,6 +385,7 @@ class Reporter:
                 seconds=seconds,
                 tokens=self.session.tokens.known(),
             )
+            self._tell_memory("save")
             self.pushes.look(self._trainer, step)
         self._rest()
 
@@ -375,13 +402,14 @@ class Reporter:
     def train_end(self, state: Any, control: Any) -> None:
         self._findings(self.watch.flush())
         self._take_counts()
-        self._training = False
+        self._training = self.writer.attended = False
         if self._main:
             self.writer.event(
                 "train_end", step=int(state.global_step), max_steps=facts.limit(state.max_steps),
                 requested_stop=bool(getattr(control, "should_training_stop", False)),
                 terminated=sigterm.ended(self._trainer),
             )  # fmt: skip
+            self._tell_memory("train_end")
         self._end_pause()
         self._busy = self._outside = "package"
         self.writer.phase("package", "after the training")
@@ -407,12 +435,38 @@ class Reporter:
                 known.append(_UNDER_WAY)
         return known
 
-    def _micro_batch(self, loss: Any, batch: tokens.Batch | None) -> None:
-        if loss is not None:
-            self.watch.loss(loss)
+    def _micro_batch_there(self, loss: Any, inputs: Any) -> None:
+        """A micro-batch whose loss is on an accelerator; its batch may be here or there."""
+        self._look_there(self.watch.loss, loss)
+        batch = tokens.batch_of(inputs)
+        now = self._clock()
+        if batch is None or getattr(batch.ids, "is_cpu", True):
+            self._note((now, self._count, (batch,)))
+        else:
+            self._note((now, self._add_tokens, (self._count_there(batch), batch.ids.shape[0])))
+
+    def _look_at_logs(self, logs: dict[str, Any]) -> tuple[list[StepFinding], dict[str, Any]]:
+        """What is known at a log: the trainer has just waited for the accelerator, so what was under way is here."""
+        findings = self.watch.arrived() if self.watch.asynchronous else self.watch.flush()
+        if any(map(_is_tensor, logs.values())):
+            finite, nonfinite = split_finite(logs)  # here: it may wait for the accelerator
+            logs = {**finite, **{key: float(text) for key, text in nonfinite.items()}}
+        return findings, logs
+
+    def _choose_sample(self, steps: int) -> None:
+        """Measure the hooks of the next step, or not. The second step of a session is the first one sampled."""
+        sampling = steps == 1 or steps % SAMPLED == 0
+        if sampling is not self._sampling:
+            self._sample_steps(sampling)
+
+    def _micro_batch(self, loss: Any, inputs: Any) -> None:
+        self.watch.loss(loss)
+        self._count(tokens.batch_of(inputs))
+
+    def _count(self, batch: tokens.Batch | None) -> None:
         if batch is None:
             self._add_tokens([None] * len(tokens.KINDS), math.nan)  # from here on nobody knows
-        elif batch is not _COUNTED:
+        else:
             self._add_tokens(
                 [None if number is None else int(number) for number in batch.counts()], batch.ids.shape[0]
             )
@@ -459,6 +513,7 @@ class Reporter:
             values[_EPOCH], values[_FIRST_STEP] = facts.or_nan(facts.finite(epoch)), 0.0
             values[_STEP_TIME], values[_STEP_MONOTONIC] = wall, now
             values[_NORM_SEEN] = float(self.watch.norms_seen > 0)
+            self.session.add_steps()
             self.count_hooks()
         if evaluates:
             self._begin_pause("evaluate", "")
@@ -472,7 +527,7 @@ class Reporter:
         )  # fmt: skip
 
     def _logs(
-        self, step: Any, epoch: Any, logs: dict[str, Any], seen: Any, findings: list[StepFinding]
+        self, step: Any, epoch: Any, logs: dict[str, Any], seen: Any, findings: Sequence[StepFinding]
     ) -> None:
         self._findings(findings)
         self._take_counts()
@@ -482,8 +537,9 @@ class Reporter:
         values, nonfinite = split_finite(logs)
         pulse = self.writer.pulse
         self.writer.event(
-            "log", step=int(step), epoch=facts.finite(epoch), values=values, nonfinite=nonfinite, tokens_seen=seen,
-            tokens=self.session.tokens.known(), skipped=None if pulse is None else int(pulse.values[_SKIPPED]),
+            "log", step=int(step), epoch=facts.finite(epoch), values=values, nonfinite=nonfinite,
+            tokens_seen=seen or None, tokens=self.session.tokens.known(),
+            skipped=None if pulse is None else int(pulse.values[_SKIPPED]),
         )  # fmt: skip
         tracked = {key: logs[key] for key in _TRACKED if key in logs}
         if "num_tokens" in logs:
@@ -552,7 +608,8 @@ class Reporter:
         self.pushes.look(self._trainer, int(getattr(state, "global_step", 0)))
 
     def _leave_training(self) -> None:
-        self._training, self._trainer, self._tapped = False, None, False
+        self._training = self.writer.attended = self._tapped = False
+        self._trainer = None
 
     @_quiet
     def _provenance(self, args: Any, state: Any, model: Any) -> None:
@@ -578,7 +635,7 @@ class Reporter:
                 pulse.values[index] = total
             pulse.stale = True
 
-    def _findings(self, findings: list[StepFinding]) -> None:
+    def _findings(self, findings: Sequence[StepFinding]) -> None:
         pulse = self.writer.open_pulse() if findings else None
         for found in findings:
             if not found.bad:
@@ -609,10 +666,22 @@ class Reporter:
         pulse = self.writer.pulse
         if pulse is None or self._memory_device is None:
             return
-        stats = sys.modules["torch"].cuda.memory_stats(self._memory_device)
-        for name, key in _MEMORY.items():
-            pulse.values[INDEX[name]] = float(stats[key])
+        for name, number in self._device_memory().items():
+            pulse.values[INDEX[f"memory_{name}_bytes"]] = number
         pulse.stale = True
+
+    def _device_memory(self) -> dict[str, float]:
+        if self._memory_device is None:
+            return {}
+        stats = sys.modules["torch"].cuda.memory_stats(self._memory_device)
+        return {name: float(stats[key]) for name, key in _MEMORY.items()}
+
+    @_quiet
+    def _tell_memory(self, context: str) -> None:
+        """What this process holds at a turn of its life, in bytes: an out-of-memory error is easier to place by it."""
+        self.writer.event(
+            "memory", context=context, memory={**self._device_memory(), "rss": float(_resident())}
+        )
 
 
 def _is_tensor(value: Any) -> bool:
@@ -621,10 +690,19 @@ def _is_tensor(value: Any) -> bool:
 
 _TRACKED = ("loss", "learning_rate", "grad_norm", "eval_loss", "tokens_seen")
 _MEMORY = {
-    "memory_allocated_bytes": "allocated_bytes.all.current",
-    "memory_reserved_bytes": "reserved_bytes.all.current",
-    "memory_peak_bytes": "allocated_bytes.all.peak",
+    "allocated": "allocated_bytes.all.current",
+    "reserved": "reserved_bytes.all.current",
+    "peak": "allocated_bytes.all.peak",
 }
+
+
+def _resident() -> int:
+    """Bytes of this process in the host's memory; 0 where /proc does not tell."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError, ValueError):
+        return 0
 
 
 def _current_gpu() -> int | None:

@@ -24,7 +24,7 @@ ERRORS = "probe-errors.log"
 ACTIVITIES = ("import", "download", "load", "tokenize", "restore", "skip_data", "first_batch")
 """What a process that prepares, or waits for its first batch, may be busy with."""
 MAX_PENDING = 1000
-"""Lines kept in memory while the disk takes none; the oldest are dropped first, and all of it is counted."""
+"""Lines kept in memory while the disk takes none; the oldest logs are dropped first, and all of it is counted."""
 
 
 def process_start(pid: int) -> int | None:
@@ -47,6 +47,8 @@ def process_age(pid: int) -> float:
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - start / os.sysconf("SC_CLK_TCK"))
 
 
+Note = tuple[float, Callable[..., None], tuple[Any, ...]]
+"""What is deferred: monotonic seconds, what to do then, and its arguments."""
 MAX_LATER = 1000
 """Deferred pieces of work; when more have gathered (the background thread does not run), they are done at once."""
 
@@ -76,7 +78,11 @@ class RunWriter:
         self._forks = _forks
         self._closed = False
         self._lock = threading.RLock()
-        self._later: deque[tuple[float, Callable[..., None], tuple[Any, ...]]] = deque()
+        self._later: deque[Note] = deque()
+        self.note = self._later.append
+        """Defer a Note as `later` does, and look at nothing: whoever uses it calls `keep_up` now and then."""
+        self.attended = False
+        """Whether a training is under way: the background thread stays awake for what is noted."""
         self._then: tuple[float, float] | None = None  # when that was deferred which is being done now
         self._background = Background(self._work)
         self._fd: int | None = None
@@ -125,11 +131,17 @@ class RunWriter:
 
     def later(self, monotonic: float, work: Callable[..., None], *arguments: Any) -> None:
         """Do `work(*arguments)` soon, on the background thread; for it, and the events it writes, it is `now` then."""
+        self.note((monotonic, work, arguments))
+        self.keep_up()
+
+    def keep_up(self) -> bool:
+        """See to it that what was deferred will be done; False where nothing is to be told (any more)."""
         if self.folder is None or self._closed or self._forks != _forks:
-            return
-        self._later.append((monotonic, work, arguments))
+            self._later.clear()
+            return False
         if self._background.asleep or len(self._later) > MAX_LATER:
             self._hurry()
+        return True
 
     def _hurry(self) -> None:
         try:
@@ -144,7 +156,7 @@ class RunWriter:
         had = bool(self._later)
         if had:
             self.deliver()
-        return had and not self.inert
+        return (had or self.attended) and not self.inert
 
     def deliver(self) -> None:
         """Do now what was deferred."""
@@ -373,7 +385,11 @@ class RunWriter:
         if self.pulse is not None:
             self.pulse.add("append_errors")
             self.pulse.publish()
-        del self._pending[:-MAX_PENDING]
+        excess = len(self._pending) - MAX_PENDING
+        if excess > 0:  # how a run went and ended is worth more than its curve
+            logs = [index for index, line in enumerate(self._pending) if _LOG in line[:100]][:excess]
+            for index in reversed(logs or range(excess)):
+                del self._pending[index]
 
     def close(self) -> None:
         """End this session of the run: what the process does from here on is not of it."""
@@ -404,6 +420,7 @@ def _ends_torn(path: str) -> bool:
         return file.read(1) != b"\n"
 
 
+_LOG = b'"event": "log"'
 _ACTIVITY_TIME, _ACTIVITY_MONOTONIC = INDEX["activity_time"], INDEX["activity_monotonic"]
 _PHASE, _PHASE_MONOTONIC = INDEX["phase"], INDEX["phase_monotonic"]
 _FIRST_SECONDS = INDEX[f"{PHASES[0]}_seconds"]

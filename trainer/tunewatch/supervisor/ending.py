@@ -272,11 +272,21 @@ def _of_exception(e: Evidence, error: Mapping[str, Any]) -> tuple[str, str]:
     return reason, f"{error.get('type', 'An exception')}{detail}{_while(e)}{_at(e)}."
 
 
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+_CRASHED = (
+    "Native code crashed: look at the end of the log, and at the versions of torch and of its extensions "
+    "(PYTHONFAULTHANDLER=1 shows where)."
+)
+_KILLED_BY_SOMEBODY = (
+    "Look at the kernel log (dmesg) for the out-of-memory killer, and ask who sent the signal."
+)
+
+
 def _advice(e: Evidence, reason: str, when: str) -> str:
     if reason in ("", "cancelled"):
         return ""
     if reason.startswith("killed_signal_"):
-        text = "Look at the kernel log (dmesg) for the out-of-memory killer, and ask who sent the signal."
+        text = _CRASHED if int(reason[14:]) in _CRASHES else _KILLED_BY_SOMEBODY
     elif reason == "oom_gpu" and when == "late":
         text = "Most likely one long sample: cap max_length or sort by length."
     else:

@@ -277,7 +277,7 @@ class RunView:
             return
         elif record.training:
             self.enter(states.VALIDATING if record.phase == "evaluate" else states.TRAINING, wall)
-        elif record.train_returned and record.phase == "package":
+        elif record.phase == "package":  # even before train() returns: it waits for its pushes to the hub
             self.enter(states.PACKAGING, wall)
 
     def _is_idle(self) -> bool:
