@@ -13,7 +13,7 @@ import typer
 
 from tunewatch import __version__, states
 from tunewatch.durations import DurationError, parse_duration
-from tunewatch.health import Patience
+from tunewatch.health import Patience, Thresholds
 from tunewatch.progressview import shown_percent
 from tunewatch.provenance import masked_command, masked_text, overlap_warning
 from tunewatch.review import ReviewError, mark_reviewed, read_samples, review_state, was_evaluated
@@ -345,6 +345,47 @@ def demo(
 
 
 @app.command()
+def replay(
+    files: Annotated[
+        list[str], typer.Argument(help="Logs of trainings in any form, folders of them, or ids of runs.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON list instead of text.")] = False,
+    off: Annotated[
+        list[str] | None, typer.Option("--off", help="A signal that is not to be raised (repeatable).")
+    ] = None,
+    threshold: Annotated[
+        list[str] | None,
+        typer.Option("--threshold", help="NAME=VALUE, e.g. overfit_ratio=1.15 (repeatable)."),
+    ] = None,
+) -> None:
+    """Judge past runs by their logs, with the detectors that watch live ones.
+
+    Exit code by the worst run: 0 ok or unknown, 1 attention, 2 bad; 3 when nothing could be read.
+    """
+    from tunewatch.replay import Report, exit_code, json_list, summary, text_lines
+    from tunewatch.replay import replay as replay_path
+
+    limits = _thresholds(threshold or [], off or [])
+    seen: list[Report] = []
+
+    def reports() -> Iterator[Report]:
+        for path in files:
+            for report in replay_path(path, limits):
+                seen.append(report)
+                yield report
+
+    if as_json:
+        for line in json_list(reports()):
+            print(line)
+    else:
+        for report in reports():
+            for line in text_lines(report):
+                print(line)
+        print(summary(seen))
+    raise typer.Exit(exit_code(seen))
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     print(__version__)
@@ -402,6 +443,27 @@ def parse_patience(items: list[str]) -> dict[str, float]:
             )
         values[phase] = _factor(text) if phase == "step_factor" else parse_duration(text)
     return values
+
+
+def _thresholds(items: list[str], off: list[str]) -> Thresholds:
+    values: dict[str, Any] = {}
+    defaults = Thresholds()
+    for item in items:
+        name, equals, text = item.partition("=")
+        if not equals or name not in Thresholds.names():
+            raise UsageError(
+                f"--threshold {item!r}: expected NAME=VALUE with one of {', '.join(Thresholds.names())}"
+            )
+        kind = type(getattr(defaults, name))
+        try:
+            values[name] = kind(text)
+        except ValueError as error:
+            wanted = "a whole number" if kind is int else "a number"
+            raise UsageError(f"--threshold {item!r}: expected {wanted} above 0") from error
+    try:
+        return Thresholds(**values, off=frozenset(off))
+    except ValueError as error:
+        raise UsageError(f"replay: {error}") from error
 
 
 def _factor(text: str) -> float:

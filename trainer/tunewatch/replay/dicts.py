@@ -1,0 +1,58 @@
+"""Dicts of numbers in text, as Python prints them: strings, tensors and numpy scalars as values, nan and inf bare."""
+
+from __future__ import annotations
+
+import re
+
+MAX_DICT = 1 << 16
+"""Characters of the longest dict that is looked for."""
+
+START = re.compile(r"""\{\s*(?=['"])""")
+_BRACE = re.compile(r"[{}]")
+_NESTED = re.compile(r"\{[^{}]*\}")
+_NUMBER = (
+    r"[+-]?(?:\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?|nan\b|NaN\b|inf(?:inity)?\b|Infinity\b)"
+)
+_PAIR = re.compile(
+    r"""(?P<quote>['"])(?P<key>[^'"]{1,128})(?P=quote)\s*:\s*"""
+    rf"""(?:(?P<bare>{_NUMBER})(?=\s*[,}}])"""
+    rf"""|['"]\s*(?P<text>{_NUMBER})\s*['"]"""
+    rf"""|['"](?P<share>\d+)/\d+['"]"""
+    rf"""|[A-Za-z_][\w.]*\(\s*(?:\[\s*(?P<item>{_NUMBER})\s*\]|(?P<scalar>{_NUMBER})(?=\s*[,)])))"""
+)
+
+
+def close(text: str, start: int) -> int | None:
+    """Where the dict that opens at `start` ends; None where it does not."""
+    end = text.find("}", start)
+    if end >= 0 and text.find("{", start + 1, end) < 0:
+        return end + 1
+    depth = 0
+    for brace in _BRACE.finditer(text, start):
+        depth += 1 if brace.group() == "{" else -1
+        if not depth:
+            return brace.end()
+    return None
+
+
+def numbers(text: str) -> dict[str, float]:
+    """The numbers of a dict by key, without those of dicts in it; what is no number is left out."""
+    if text.find("{", 1) > 0:
+        inner = text[1:-1]
+        while True:
+            inner, replaced = _NESTED.subn("None", inner)
+            if not replaced:
+                break
+        text = f"{{{inner}}}"
+    found: dict[str, float] = {}
+    for pair in _PAIR.finditer(text):
+        _, key, bare, quoted, share, item, scalar = pair.groups()
+        found[key] = float(bare or quoted or share or item or scalar)
+    return found
+
+
+def first_dict(text: str) -> dict[str, float] | None:
+    """The numbers of the first dict in a line; None where there is no whole one."""
+    start = START.search(text[:MAX_DICT])
+    end = close(text[:MAX_DICT], start.start()) if start else None
+    return (numbers(text[start.start() : end]) or None) if start and end else None
