@@ -34,9 +34,8 @@ def finite(value: Any) -> float | None:
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
-    if (
-        value is None or type(value) is dict
-    ):  # isinstance with an abstract class takes longer than all else here
+    # isinstance with an abstract class takes longer than all else here
+    if value is None or type(value) is dict:
         return value or {}
     return value if isinstance(value, Mapping) else {}
 
