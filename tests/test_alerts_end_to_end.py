@@ -92,6 +92,7 @@ def test_stall(watched, pager):
     command.wait()
 
 
+@pytest.mark.slow
 def test_kill_minus_nine_of_the_child(watched, pager):
     command = watched.exec_tiny("--steps", "400", "--step-seconds", "0.1")
     watched.wait_step(12)
@@ -102,6 +103,7 @@ def test_kill_minus_nine_of_the_child(watched, pager):
     assert set(pager.alerts(watched.run_id)) == {"TunewatchRunFailed"}
 
 
+@pytest.mark.slow
 def test_kill_minus_nine_of_the_supervisor(watched, pager):
     """Vanished; and when a new supervisor takes over, it is over."""
     command = watched.exec_tiny("--steps", "2000", "--step-seconds", "0.1")
@@ -117,6 +119,7 @@ def test_kill_minus_nine_of_the_supervisor(watched, pager):
     adopted.wait()
 
 
+@pytest.mark.slow
 def test_sigterm(watched, pager):
     command = watched.exec_tiny("--steps", "2000", "--step-seconds", "0.1")
     watched.wait_step(6)
@@ -147,6 +150,7 @@ def tiny_disk(watched: Machine) -> Iterator[Path]:
     subprocess.run(["umount", folder], check=True)
 
 
+@pytest.mark.slow
 def test_disk_full_in_a_save(watched, pager, tiny_disk):
     command = watched.exec_tiny("--steps", "40", output="small/out")
     alert = pager.wait(watched.run_id, "TunewatchRunFailed")
@@ -168,6 +172,7 @@ def test_a_run_shorter_than_a_scrape_raises_nothing(watched, pager, stack):
     assert set(pager.alerts(watched.run_id)) <= {"TunewatchRunFinished"}
 
 
+@pytest.mark.slow
 def test_a_completed_run_tells_only_that(watched, pager):
     command = watched.exec_tiny("--steps", "30", "--step-seconds", "0.2")
     alert = pager.wait(watched.run_id, "TunewatchRunFinished")

@@ -249,6 +249,7 @@ def test_an_evaluation_after_the_training_begins_no_run(session):
     assert session.ended("a")["state"] == "completed"
 
 
+@pytest.mark.slow
 def test_a_search_makes_a_run_of_each_trial(session):
     """As `Trainer.hyperparameter_search` does it: the same trainer trains anew, from a model that is made anew."""
     told = session.script("""
@@ -307,6 +308,7 @@ def test_workers_and_restored_callback_states(session):
     assert len(session.curve("w")) == 8
 
 
+@pytest.mark.slow
 def test_a_train_of_the_users_own(session):
     """One that calls transformers' is watched as ever; one that does not is known by the callback's events alone."""
     session.script("""

@@ -87,6 +87,7 @@ def wait_for_a_moment(command: Command) -> None:
         return
 
 
+@pytest.mark.slow
 def test_a_chat_training_that_completes(machine: Machine, tiny: Path):
     rows = [chat(f"What is {i} plus one? {CANARY}", f"It is {i + 1}, {CANARY}.") for i in range(24)]
     command = start_job(machine, tiny, rows)

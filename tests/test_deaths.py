@@ -112,6 +112,7 @@ def ending(machine):
     return machine.verdict()["ending"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("through", ["past it", pytest.param("through it", marks=pytest.mark.slow)])
 def test_a_checkpoint_on_sigterm_past_the_supervisor_and_through_it(machine, through):
     """train() returns, the exit code of the training is 0, and the run is far from done."""

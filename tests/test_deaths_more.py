@@ -125,6 +125,7 @@ def in_group(machine, memory, death):
         ).returncode  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_kernels_killer_while_saving_and_while_restoring(machine, memory):
     """Its second save eats the memory, then so does the resume."""
     machine.run_id = "eats_at_save"

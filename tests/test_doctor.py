@@ -128,6 +128,7 @@ def test_all_is_green_on_a_running_stack(running: Stack) -> None:
     assert "inbox" in found[VERDICT].message, "an inbox wakes nobody"
 
 
+@pytest.mark.slow
 def test_the_test_alert_takes_the_route_of_a_critical_alert_and_is_ended(running: Stack) -> None:
     assert running.inbox is not None
     assert by_name(diagnose(running.home, timeout=TIMEOUT))["Test alert"].ok

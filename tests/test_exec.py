@@ -168,6 +168,7 @@ def test_one_nan_loss_with_sound_gradients_is_attention_and_counted(machine):
     assert all(not event["nonfinite"] for event in machine.events("log"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "words", "patience"),
     [
@@ -291,6 +292,7 @@ def test_resume_goes_on_under_the_same_id(machine):
     assert machine.verdict()["step"] == 8
 
 
+@pytest.mark.slow
 def test_a_resume_without_optimizer_is_said_before_the_first_step(machine):
     assert machine.exec_tiny("--steps", "4", "--save-only-model", options=("--no-linger",)).wait() == 0
     for path in (machine.home / "runs").iterdir():
@@ -312,6 +314,7 @@ def test_our_own_callback_under_exec_reports_once(machine):
     assert len([event for event in machine.events("log") if "loss" in event["values"]]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["complete", "kill_rank", "ctrl_c"])
 def test_torchrun_leaves_no_descendant(machine, end):
     flags = ["--steps", "6" if end == "complete" else "500", "--step-seconds", "0.05", "--accumulation", "1"]

@@ -406,6 +406,7 @@ def test_a_signal_is_passed_on(machine, name, sent):
     assert "got 1\n" in command.output
 
 
+@pytest.mark.slow
 def test_a_training_below_a_shell_has_the_whole_grace_after_sigterm(machine):
     """The shell dies at once; the training, which it did not tell, saves for 3 s."""
     command = machine.start(

@@ -231,6 +231,7 @@ def test_provenance_of_full_fine_tuning_with_rows_in_both_sets(base, tmp_path):
     assert {"python", "torch", "transformers", "trl", "peft", "accelerate", "datasets"} <= versions.keys()
 
 
+@pytest.mark.slow
 def test_a_streamed_run_does_not_claim_to_know_its_rows(base, tmp_path):
     dataset = {**base["dataset"], "streaming": True}
     training = {"max_steps": 2, "eval_steps": 2, "save_steps": 2}
@@ -420,6 +421,7 @@ def test_an_output_folder_below_a_file(base, tmp_path):
 # -- faults on request --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_disk_full_leaves_an_incomplete_checkpoint(base, tmp_path):
     from tunewatch.supervisor.checkpoints import scan
 
@@ -429,6 +431,7 @@ def test_disk_full_leaves_an_incomplete_checkpoint(base, tmp_path):
     assert {c.step: c.complete for c in scan(child.output)} == {4: True, 8: False}
 
 
+@pytest.mark.slow
 def test_out_of_memory_in_a_step(base, tmp_path):
     child = Child(tmp_path, variant(base, tmp_path), TUNEWATCH_FAULT="oom@2").wait()
     assert child.code == 1
@@ -436,6 +439,7 @@ def test_out_of_memory_in_a_step(base, tmp_path):
     assert [event["step"] for event in child.events("log")] == [1]
 
 
+@pytest.mark.slow
 def test_stall_hangs_until_a_signal_and_kill_kills(base, tmp_path):
     stalled = Child(tmp_path / "stall", variant(base, tmp_path / "stall"), TUNEWATCH_FAULT="stall@3")
     killed = Child(tmp_path / "kill", variant(base, tmp_path / "kill"), TUNEWATCH_FAULT="kill@3").wait()

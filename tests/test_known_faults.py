@@ -287,6 +287,7 @@ def test_padding_text_and_labels_are_three_counts_of_tokens(ordinary):
     assert ordinary.last.get("tokens_total", kind="loss") == 4 * sum(length - 2 for length in lengths)
 
 
+@pytest.mark.slow
 def test_the_same_losses_under_another_learning_rate_are_attention(runs, ordinary):
     other = runs(
         *ORDINARY, "--learning-rate", "0.05", "--fault", "ignores-rate", home="twins", output="second"
@@ -309,6 +310,7 @@ def inflated(runs):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_summed_over_the_accumulation_is_attention(inflated):
     first = inflated.train_logs()[0]["values"]["loss"]
     assert inflated.signals["loss_scale"]["level"] == "attention"

@@ -450,6 +450,7 @@ def test_an_unchanged_script_below_exec(machine, flags):
     assert not (machine.run_folder() / "probe-errors.log").exists()
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_blocks(machine):
     machine.start(
         "exec", "--no-linger", "--patience", "prepare=20s", "--", sys.executable, str(PREPARE),
@@ -464,6 +465,7 @@ def test_a_tokenizer_that_blocks(machine):
     assert 0.55 < last["ratio"] <= 0.6  # the bar of datasets moves twenty times a second, not to the last row
 
 
+@pytest.mark.slow
 def test_a_callback_in_a_script_sees_the_tokenizing_before_its_trainer_exists(machine):
     done = subprocess.run(
         [sys.executable, str(PREPARE), str(machine.folder / "out"), "--own-callback", "--row-seconds", "0.0005"],

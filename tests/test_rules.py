@@ -371,6 +371,7 @@ def _seconds(duration: str) -> int:
     return sum(int(number) * units[unit] for number, unit in re.findall(r"(\d+)([hms])", duration))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["vanished_test.yml", "ended_test.yml", "nonfinite_test.yml", "gpu_test.yml", "gpu_idle_test.yml"]
 )

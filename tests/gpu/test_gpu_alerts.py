@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from gpu_harness import FakeDriver, RunningSidecar, card, uuid_of
 
 from tunewatch.inbox import Alert
@@ -26,6 +27,7 @@ def wait_for_alert(stack: Stack, name: str, status: str = "firing", seconds: flo
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_a_lost_card_and_then_a_lost_driver(
     driver: FakeDriver, start_sidecar: Callable[..., RunningSidecar], tmp_path: Path
 ) -> None:

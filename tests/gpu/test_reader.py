@@ -81,7 +81,7 @@ def test_driver_that_hangs(driver: FakeDriver, start: Start) -> None:
     assert scrape.value("expected") == 1
     last = scrape.value("collector_last_success_timestamp_seconds") or 0.0
     assert last >= before
-    assert (scrape.value("time_seconds") or 0.0) - last >= 15
+    assert (scrape.value("time_seconds") or 0.0) - last >= 14.9  # ages are told by another clock than this
     assert sidecar.get("/healthz")[0] == 200
     driver.play(card(0))
     scrape = sidecar.wait_success()
