@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import math
 import os
@@ -469,7 +470,10 @@ def test_any_events_in_front_of_a_real_supervisor(tmp_path, seed):
         while command.process.poll() is None:
             try:
                 text = scrape(address)
-            except OSError:  # it has just ended
+            except (
+                OSError,
+                http.client.HTTPException,
+            ):  # it has just ended, perhaps in the middle of an answer
                 continue
             for (name, labels), value in parse_metrics(text).items():
                 # The phase under way is told anew with each pulse of this script, which lends it no time.
