@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
-from typing import Any
 
 from tunewatch.health.reading import Reading, finite
 from tunewatch.health.thresholds import Thresholds
@@ -220,9 +218,3 @@ class Resume:
                 f"Not as asked for, the trainer {', '.join(changes)}.",
                 "Keep it, or delete the numbers in the checkpoint's trainer_state.json before the next resume.",
             )  # fmt: skip
-
-
-def rate_of(event: Mapping[str, Any]) -> float | None:
-    """The learning rate in a `log` event."""
-    values = event.get("values")
-    return finite(values.get("learning_rate")) if isinstance(values, Mapping) else None

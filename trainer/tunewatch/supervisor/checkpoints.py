@@ -74,19 +74,9 @@ def newest_resumable(checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
     return _newest(item for item in checkpoints if item.resumable)
 
 
-def newest_before(checkpoints: Iterable[Checkpoint], step: int) -> Checkpoint | None:
-    """The newest one to resume from that was saved before `step` was done: what is left of a run gone bad there."""
-    return _newest(item for item in checkpoints if item.resumable and item.step < step)
-
-
 def would_resume(checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
     """What `resume_from_checkpoint=True` takes: the folder with the highest number, whole or not."""
     return _newest(checkpoints)
-
-
-def complete_at(checkpoints: Iterable[Checkpoint], step: int | None) -> Checkpoint | None:
-    """The complete one of a step (the best evaluation's, say); None when it was rotated away or never saved."""
-    return next((item for item in checkpoints if item.complete and item.step == step), None)
 
 
 def _newest(checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:

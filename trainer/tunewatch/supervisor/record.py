@@ -9,7 +9,9 @@ from typing import Any
 
 from tunewatch.probe.pace import Pace
 from tunewatch.probe.pulse import PHASES, STEP_BUCKETS
+from tunewatch.probe.tokens import KINDS as TOKEN_KINDS
 from tunewatch.probe.values import as_number
+from tunewatch.probe.writer import ACTIVITIES
 
 MAX_METRICS = 64
 """Numeric log keys beyond the known ones that become series; the rest are counted as dropped."""
@@ -27,12 +29,6 @@ _KNOWN_KEYS = frozenset(
 )  # fmt: skip
 _AGENT = ("ChildFailedError", "SignalException", "CalledProcessError")
 """What torchrun's agent raises: its word about its ranks counts."""
-
-TOKEN_KINDS = ("all", "non_padding", "loss")
-"""Every element of input_ids; those that are attended to; those whose label counts in the loss."""
-
-ACTIVITIES = ("import", "download", "load", "tokenize", "restore", "skip_data", "first_batch")
-"""What a run may be seen to prepare."""
 
 _EVAL_BOOKKEEPING = ("_runtime", "_samples_per_second", "_steps_per_second", "_num_tokens")
 
