@@ -148,7 +148,7 @@ def test_a_failed_push_until_the_next_good_one():
         ({"unsaved_seconds": 3700.0, "save_seconds_apart": 1200.0}, {"work_at_risk"}),
         ({"unsaved_seconds": 2900.0, "save_seconds_apart": 1200.0}, set()),
         ({"unsaved_seconds": 600.0, "save_seconds_apart": 60.0}, set()),
-        ({"free_bytes": 1e9, "checkpoint_bytes": 2e9}, {"disk_low"}),
+        ({"free_bytes": 1e9, "checkpoint_bytes": 2e9}, {"will_not_fit"}),
         ({"free_bytes": 2e9, "checkpoint_bytes": 2e9}, set()),
         ({"broken_checkpoint": "checkpoint-30", "good_checkpoint": "checkpoint-20"}, {"checkpoint_broken"}),
     ],

@@ -242,14 +242,14 @@ def test_a_full_disk_is_told_before_the_save_that_would_fail(story, monkeypatch)
     begun(story)
     story.steps(1, 20)
     story.checkpoint(20)
-    assert "disk_low" not in signals(story.tick())
+    assert "will_not_fit" not in signals(story.tick())
     monkeypatch.setattr(
         disk.os, "statvfs", lambda path: SimpleNamespace(f_bavail=0, f_frsize=4096, f_files=0)
     )
     story.clock.passed += 30
     story.beat()
     story.tick()
-    assert "disk_low" in signals(story.tick())
+    assert "will_not_fit" in signals(story.tick())
 
 
 @pytest.mark.parametrize(

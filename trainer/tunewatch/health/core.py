@@ -17,7 +17,7 @@ from tunewatch.health.training import Training
 from tunewatch.health.verdict import LEVELS, Findings, Verdict
 
 _SURVIVE_A_BEGIN = (
-    "stalled", "hub_push_failed", "checkpoint_broken", "work_at_risk", "disk_low", "settings_without_effect",
+    "stalled", "hub_push_failed", "checkpoint_broken", "work_at_risk", "will_not_fit", "settings_without_effect",
 )  # fmt: skip
 """What is not about the training that begins."""
 

@@ -134,10 +134,10 @@ class Life:
 
 
 class Safety:
-    """`work_at_risk`, `disk_low`, `checkpoint_broken`, from what a moment says of the disk.
+    """`work_at_risk`, `will_not_fit`, `checkpoint_broken`, from what a moment says of the disk.
 
     `work_at_risk`: more than RISK_FACTOR (2.5) times the usual time between two checkpoints, and more than RISK_SECONDS
-    (30 min), have passed in steps since the last complete one. `disk_low`: the next checkpoint, as large as the newest,
+    (30 min), have passed in steps since the last complete one. `will_not_fit`: the next checkpoint, as large as the newest,
     does not fit. `checkpoint_broken`: the newest checkpoint folder is not complete.
     """
 
@@ -166,10 +166,10 @@ class Safety:
     def _disk(self, moment: Moment) -> None:
         free, size = moment.free_bytes, moment.checkpoint_bytes
         if free is None or size is None or free >= size:
-            self._findings.drop("disk_low")
+            self._findings.drop("will_not_fit")
             return
         self._findings.hold(
-            "disk_low", moment.step,
+            "will_not_fit", moment.step,
             f"The next checkpoint needs about {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free.",
             "Free space in the output folder's disk, or lower save_total_limit, before the next save.",
         )  # fmt: skip

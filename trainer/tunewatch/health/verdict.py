@@ -24,6 +24,7 @@ SIGNALS: dict[str, str] = {
     "lr_zero": "bad",
     "lr_zero_expected": "info",
     "flat": "attention",
+    "collapsed_loss": "attention",
     "data_not_consumed": "attention",
     "settings_without_effect": "attention",
     # the shape of the curve
@@ -52,7 +53,12 @@ SIGNALS: dict[str, str] = {
     "hub_push_failed": "attention",
     "checkpoint_broken": "attention",
     "work_at_risk": "attention",
-    "disk_low": "attention",
+    "checkpoint_overdue": "attention",
+    "will_not_fit": "attention",
+    # pace
+    "slow": "attention",
+    "data_starved": "attention",
+    "slow_rank": "attention",
 }
 """Every signal there is, with its level."""
 
