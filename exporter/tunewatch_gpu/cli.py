@@ -8,12 +8,15 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as distribution_version
+from pathlib import Path
 
+from tunewatch_gpu.kernel_log import KERNEL_LOG
 from tunewatch_gpu.process import adopt_orphans
-from tunewatch_gpu.reader_process import ReaderCommand
+from tunewatch_gpu.reader_options import ReaderOptions
 from tunewatch_gpu.server import MetricsServer
 from tunewatch_gpu.sidecar import Settings, Sidecar
 
@@ -42,7 +45,10 @@ def _serve(options: argparse.Namespace) -> int:
     settings = Settings(
         interval=options.interval,
         timeout=options.timeout,
-        reader=ReaderCommand(options.backend, options.nvidia_smi, options.simulated_gpus),
+        reader=ReaderOptions(
+            options.backend, options.nvidia_smi, options.simulated_gpus, options.scenario, time.time()
+        ),
+        kernel_log=options.kernel_log,
         expect_gpus=options.expect_gpus,
         exit_after_failures=options.exit_after_failures,
         version=_version(),
@@ -101,6 +107,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help=f"auto: NVML, then nvidia-smi; N simulated GPUs with {SIMULATE_VARIABLE}=N in the environment",
     )
     parser.add_argument(
+        "--scenario",
+        default="",
+        metavar="FILE",
+        help="what befalls the simulated GPUs and when, in YAML, such as "
+        "'events: [{at: 60, card: 0, xid: 79, lost: true}]' (docs/simulation.md); read again when it changes",
+    )
+    parser.add_argument(
         "--expect-gpus",
         type=_count,
         default=None,
@@ -120,6 +133,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="end with code 1 after N failed collections in a row (default 0: never)",
     )
+    # For tests, which have no kernel log of their own.
+    parser.add_argument("--kernel-log", type=Path, default=KERNEL_LOG, help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=_version())
     options = parser.parse_args(arguments)
     simulate = os.environ.get(SIMULATE_VARIABLE, "")
@@ -132,7 +147,20 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.simulated_gpus = int(simulate)
         if options.backend == "auto":
             options.backend = "simulated"
+    if options.scenario:
+        _check_scenario(parser, options)
     return options
+
+
+def _check_scenario(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if options.backend != "simulated":
+        parser.error(f"--scenario is for simulated GPUs only; the backend is {options.backend}")
+    from tunewatch_gpu.scenario import ScenarioError, read_scenario  # needs YAML, which nothing else does
+
+    try:
+        read_scenario(Path(options.scenario), options.simulated_gpus)
+    except ScenarioError as error:
+        parser.error(f"--scenario {options.scenario}: {error}")
 
 
 def _address(text: str) -> tuple[str, int]:

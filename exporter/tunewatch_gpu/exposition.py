@@ -9,9 +9,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tunewatch_gpu.fields import FIELDS
+from tunewatch_gpu.fields import FIELDS, LOST_TIME_REASONS, RECOVERY_ACTIONS
 from tunewatch_gpu.ledger import Ledger
 from tunewatch_gpu.metrics import METRIC, METRICS
+from tunewatch_gpu.readings import RESET_REQUIRED
 from tunewatch_gpu.snapshot import Identity
 
 # The classic text format, which Prometheus 2.x and 3.x both take for this type.
@@ -69,6 +70,10 @@ class _LedgerCollector(Collector):
             families.add("tunewatch_gpu_readings_rejected_total", count, field, reason)
         if ledger.expected is not None:
             families.add("tunewatch_gpu_expected", ledger.expected)
+        # Not readings but what has happened: shown also while the GPU that told of it does not answer.
+        for uuid, code, xid in ledger.xids:
+            families.add("tunewatch_gpu_xid_errors_total", xid.count, uuid, str(code))
+            families.add("tunewatch_gpu_xid_last_timestamp_seconds", xid.last, uuid, str(code))
 
     def _add_gpus(self, families: _Families) -> None:
         ledger = self._ledger
@@ -81,7 +86,17 @@ class _LedgerCollector(Collector):
                 families.add(field.metric, value, uuid, *(label for _, label in field.labels))
             energy = ledger.energy.get(uuid)
             if energy is not None and "power" in gpu.readings and "energy" not in gpu.readings:
-                families.add("tunewatch_gpu_energy_joules_total", energy.joules, uuid, "integrated")
+                families.add("tunewatch_gpu_energy_joules_total", energy.total, uuid, "integrated")
+            for reason in LOST_TIME_REASONS:
+                throttled = ledger.throttled.get((uuid, reason))
+                if throttled is not None and f"throttle_{reason}" in gpu.readings:
+                    families.add("tunewatch_gpu_throttle_seconds_total", throttled.total, uuid, reason)
+            for run_id, memory in sorted(gpu.run_memory.items()):
+                families.add("tunewatch_gpu_run_memory_bytes", memory, uuid, run_id)
+        for uuid, reason in ledger.down.items():
+            if reason == RESET_REQUIRED:  # the driver's answer to every question, this one included
+                for action in RECOVERY_ACTIONS:
+                    families.add("tunewatch_gpu_recovery_action", float(action == "reset"), uuid, action)
         present = {gpu.identity.uuid for gpu in ledger.gpus}
         for uuid, identity in ledger.known.items():
             if uuid not in present:

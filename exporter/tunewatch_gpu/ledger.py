@@ -5,23 +5,25 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from tunewatch_gpu.fields import LOST_TIME_REASONS
 from tunewatch_gpu.readings import NOT_SUPPORTED
 from tunewatch_gpu.snapshot import Gpu, Identity, Snapshot
+from tunewatch_gpu.xids import XidCounts
 
 
 @dataclass(slots=True)
-class Energy:
-    """Energy of one GPU integrated from its power, for GPUs without a counter of their own."""
+class Integral:
+    """A total summed up from a rate, for what the driver has no counter for: power to energy, throttling to time."""
 
-    joules: float
-    power: float
+    total: float
+    rate: float
     at: float
 
-    def advance(self, power: float, at: float, longest_gap: float) -> None:
+    def advance(self, rate: float, at: float, longest_gap: float) -> None:
         """Add the trapezoid since the last reading; a gap longer than `longest_gap` seconds adds nothing."""
         if at - self.at <= longest_gap:
-            self.joules += (self.power + power) / 2 * (at - self.at)
-        self.power, self.at = power, at
+            self.total += (self.rate + rate) / 2 * (at - self.at)
+        self.rate, self.at = rate, at
 
 
 @dataclass(slots=True)
@@ -29,7 +31,9 @@ class Ledger:
     """Facts of this sidecar's life, all times in seconds.
 
     `stale_after` is the age at which readings are dropped. `gpus` is the last good collection; `known` are
-    the cards ever seen, by uuid; `down` the reasons of those that do not answer.
+    the cards ever seen, by uuid; `down` the reasons of those that do not answer. `energy` by uuid and
+    `throttled` by uuid and reason are summed up here, where the driver has no counter. `xids` outlive the
+    readers that told of them.
     """
 
     stale_after: float
@@ -40,7 +44,10 @@ class Ledger:
     down: dict[str, str] = field(default_factory=dict)
     seen: int = 0
     most_counted: int = 0
-    energy: dict[str, Energy] = field(default_factory=dict)
+    energy: dict[str, Integral] = field(default_factory=dict)
+    throttled: dict[tuple[str, str], Integral] = field(default_factory=dict)
+    counts_throttling: set[tuple[str, str]] = field(default_factory=set)
+    xids: XidCounts = field(default_factory=XidCounts)
     rejected: Counter[tuple[str, str]] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
     consecutive_failures: int = 0
@@ -72,13 +79,19 @@ class Ledger:
                 self.down[uuid] = next((snapshot.lost[key] for key in place if key in snapshot.lost), "gone")
         for gpu in self.gpus:
             self.rejected.update(gpu.absent.items())
-            self._integrate(gpu, at)
+            self._integrate_power(gpu, at)
+            self._integrate_throttling(gpu, at)
 
     def record_failure(self, reason: str, duration: float) -> None:
         """Take in a collection that failed; what was known stays until it is stale."""
         self.failures[reason] += 1
         self.consecutive_failures += 1
         self.duration = duration
+
+    def record_xid(self, source: str, uuid: str, code: int, time: float) -> None:
+        """Take in an Xid error that `source` tells of, at Unix time `time`."""
+        if reason := self.xids.record(source, uuid, code, time):
+            self.rejected["xid", reason] += 1
 
     def fresh_until(self) -> float | None:
         """When (monotonic) the readings turn stale; None without a success so far."""
@@ -94,12 +107,23 @@ class Ledger:
                 found[gpu.identity.uuid] = gpu
         return list(found.values())
 
-    def _integrate(self, gpu: Gpu, at: float) -> None:
+    def _integrate_power(self, gpu: Gpu, at: float) -> None:
         uuid, power = gpu.identity.uuid, gpu.readings.get("power")
         has_no_counter = "energy" not in gpu.readings and gpu.absent.get("energy") == NOT_SUPPORTED
         if power is None or not has_no_counter:
             return
-        if uuid in self.energy:
-            self.energy[uuid].advance(power, at, self.stale_after)
-        else:
-            self.energy[uuid] = Energy(0.0, power, at)
+        self.energy.setdefault(uuid, Integral(0.0, power, at)).advance(power, at, self.stale_after)
+
+    def _integrate_throttling(self, gpu: Gpu, at: float) -> None:
+        """Per reason, the driver's counter or our own sum: whichever came first, since a mix would jump."""
+        for reason in LOST_TIME_REASONS:
+            key, counter = (gpu.identity.uuid, reason), f"throttled_{reason}"
+            active = gpu.readings.get(f"throttle_{reason}")
+            if counter in gpu.readings and key not in self.throttled:
+                self.counts_throttling.add(key)
+                continue
+            gpu.readings.pop(counter, None)
+            has_no_counter = gpu.absent.get(counter, NOT_SUPPORTED) == NOT_SUPPORTED
+            if active is not None and has_no_counter and key not in self.counts_throttling:
+                time_lost = self.throttled.setdefault(key, Integral(0.0, active, at))
+                time_lost.advance(active, at, self.stale_after)

@@ -72,6 +72,15 @@ METRICS: tuple[Metric, ...] = (
         "Device memory in all; absent where the GPU shares the memory of the host.",
     ),
     Metric(
+        "tunewatch_gpu_run_memory_bytes",
+        "gauge",
+        "bytes",
+        ("uuid", "run_id"),
+        "Device memory of the GPU's processes by the run in their environment (TUNEWATCH_RUN_ID, an ancestor's "
+        'too); run_id="" is everybody else, or whoever can not be looked into. Absent where nothing is known to be '
+        "held: the processes are not listed (containers), or their memory is not told (WSL2).",
+    ),
+    Metric(
         "tunewatch_gpu_power_watts",
         "gauge",
         "watts",
@@ -88,6 +97,14 @@ METRICS: tuple[Metric, ...] = (
         "power integrated since the sidecar started (source=integrated).",
     ),
     Metric("tunewatch_gpu_temperature_celsius", "gauge", "celsius", ("uuid", "sensor"), "Temperature."),
+    Metric(
+        "tunewatch_gpu_temperature_limit_celsius",
+        "gauge",
+        "celsius",
+        ("uuid", "limit"),
+        "Temperature at which the GPU slows down, shuts down, leaves its operating range, or its memory does; "
+        "absent on GPUs that only tell the distance to it (Hopper and newer).",
+    ),
     Metric(
         "tunewatch_gpu_fan_ratio",
         "gauge",
@@ -109,6 +126,52 @@ METRICS: tuple[Metric, ...] = (
         "",
         ("uuid", "reason"),
         "Whether the clocks are held down for this reason right now (gpu_idle is no fault).",
+    ),
+    Metric(
+        "tunewatch_gpu_throttle_seconds_total",
+        "counter",
+        "seconds",
+        ("uuid", "reason"),
+        "Time the clocks were held down for this reason: the driver's own counter (since it was loaded) or, for "
+        "reasons without one, throttle_active summed over the collections since the sidecar started. Reasons overlap; "
+        "idle time is not counted.",
+    ),
+    Metric(
+        "tunewatch_gpu_recovery_action",
+        "gauge",
+        "",
+        ("uuid", "action"),
+        "What the driver asks for to mend this GPU: 1 for one action, 0 for the others (none: all is well).",
+    ),
+    Metric(
+        "tunewatch_gpu_xid_errors_total",
+        "counter",
+        "",
+        ("uuid", "xid"),
+        "Xid errors since the sidecar started, from NVML's events and the kernel log; a code appears with its first "
+        "error, so alert on tunewatch_gpu_xid_last_timestamp_seconds.",
+    ),
+    Metric(
+        "tunewatch_gpu_xid_last_timestamp_seconds",
+        "gauge",
+        "seconds",
+        ("uuid", "xid"),
+        "When this Xid error was last seen, Unix time.",
+    ),
+    Metric(
+        "tunewatch_gpu_ecc_errors_total",
+        "counter",
+        "",
+        ("uuid", "kind"),
+        "Memory errors since the driver was loaded, by kind; absent where ECC is off or unknown to the GPU.",
+    ),
+    Metric(
+        "tunewatch_gpu_remapped_rows",
+        "gauge",
+        "",
+        ("uuid", "kind"),
+        "Memory rows replaced by spare ones for correctable and for uncorrectable errors; pending is 1 while a "
+        "replacement waits for a reset, failed is 1 if one did not work.",
     ),
     Metric(
         "tunewatch_gpu_collector_success",

@@ -1,7 +1,8 @@
 """Readings from the nvidia-smi program, for machines where NVML can not be loaded or crashes.
 
 One nvidia-smi at a time, with a deadline; a column that this driver does not know is left out of the next
-question.
+question. A collection is one start of the program, which costs some hundred milliseconds of a core; every sixth
+one (or after 30 s) is a second start, for the processes.
 """
 
 from __future__ import annotations
@@ -14,9 +15,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from tunewatch_gpu import smi_csv
+from tunewatch_gpu.pace import Pace
 from tunewatch_gpu.process import Completed, run
-from tunewatch_gpu.readings import GPU_LOST
-from tunewatch_gpu.snapshot import UNKNOWN, Gpu, Identity, Request, Snapshot, choose_uuid, clean_label
+from tunewatch_gpu.readings import ERROR, GPU_LOST
+from tunewatch_gpu.run_memory import Impossible, RunFinder, memory_by_run
+from tunewatch_gpu.snapshot import (
+    UNKNOWN,
+    Gpu,
+    Identity,
+    Request,
+    Snapshot,
+    bus_key,
+    choose_uuid,
+    clean_label,
+)
 from tunewatch_gpu.source import Announce, SourceUnavailable
 
 _WSL_PROGRAM = "/usr/lib/wsl/lib/nvidia-smi"
@@ -54,16 +66,20 @@ class NvidiaSmiSource:
         self._announce = announce
         self._program = program
         self._columns = list(smi_csv.COLUMNS)
+        self._pace = Pace()
+        self._runs = RunFinder()
+        self._run_memory: dict[str, dict[str, float]] = {}
+        self._no_run_memory: dict[str, str] = {}
         self._slices: list[smi_csv.ListedSlice] = []
         self._slices_until = 0.0
 
     def read(self, request: Request) -> Snapshot:
         """One collection; see `Source`."""
         self._announce(self.name, None)
-        deadline = time.monotonic() + request.timeout
+        deadline = request.deadline
         completed, table = self._ask(deadline)
-        silent = {_bus_key(match[1]): match[1] for match in _LOST_CARD.finditer(_all_text(completed))}
-        lost = [pci_bus_id for _, pci_bus_id in request.known if _bus_key(pci_bus_id) in silent]
+        silent = {bus_key(match[1]): match[1] for match in _LOST_CARD.finditer(_all_text(completed))}
+        lost = [pci_bus_id for _, pci_bus_id in request.known if bus_key(pci_bus_id) in silent]
         lost = lost or list(silent.values())
         if lost and not table.rows:
             # One card that fell off the bus silences the whole program: ask for the others by name.
@@ -75,6 +91,7 @@ class NvidiaSmiSource:
         snapshot = Snapshot(self.name, len(table.rows) + len(lost), [], dict.fromkeys(lost, GPU_LOST))
         for row in table.rows:
             snapshot.gpus += self._read_row(row, snapshot, deadline)
+        self._add_run_memory(snapshot, deadline)
         if completed.code != 0:
             snapshot.warnings.append(
                 f"nvidia-smi left with exit code {completed.code} after a complete table"
@@ -103,6 +120,9 @@ class NvidiaSmiSource:
             older = smi_csv.OLDER_NAMES.get(invalid[1])
             place = self._columns.index(invalid[1])
             self._columns[place : place + 1] = [older] if older else []
+            for section in smi_csv.SECTIONS:
+                if invalid[1].startswith(section):
+                    self._columns = [column for column in self._columns if not column.startswith(section)]
 
     def _run(self, arguments: list[str], deadline: float) -> Completed:
         timeout = deadline - time.monotonic()
@@ -142,8 +162,11 @@ class NvidiaSmiSource:
             pci_bus_id=pci_bus_id,
         )
         readings, down_reason = smi_csv.read_row(row)
+        snapshot.warnings += [f"GPU {identity.index}: {clean_label(remark)}" for remark in readings.remarks]
         if down_reason:
-            return [Gpu(identity, absent=readings.absent, down_reason=down_reason)]
+            told = {key: value for key, value in readings.values.items() if key.startswith("recovery_")}
+            kept = told if down_reason == ERROR else {}
+            return [Gpu(identity, kept, readings.absent, down_reason=down_reason)]
         card = Gpu(identity, readings.values, readings.absent)
         if row.text("mig.mode.current") != "Enabled":
             return [card]
@@ -162,6 +185,39 @@ class NvidiaSmiSource:
         ]
         return [card, *slices]
 
+    def _add_run_memory(self, snapshot: Snapshot, deadline: float) -> None:
+        """Whose memory it is, asked anew where it is time."""
+        if self._pace.due():
+            self._runs.begin_round()
+            self._ask_for_processes(snapshot.gpus, deadline)
+        for gpu in snapshot.gpus:
+            uuid = gpu.identity.uuid
+            if not gpu.down_reason:
+                gpu.run_memory = self._run_memory.get(uuid, {})
+                if uuid in self._no_run_memory:
+                    gpu.absent["run_memory"] = self._no_run_memory[uuid]
+
+    def _ask_for_processes(self, gpus: list[Gpu], deadline: float) -> None:
+        """A question that goes wrong costs what it asks for, and not the collection."""
+        self._run_memory, self._no_run_memory = {}, {}
+        question = f"--query-compute-apps={','.join(smi_csv.PROCESS_COLUMNS)}"
+        try:
+            completed = self._run([question, "--format=csv"], deadline)
+            processes = smi_csv.parse_processes(completed.stdout) if completed.code == 0 else None
+        except SourceUnavailable:
+            processes = None
+        parents = {gpu.identity.parent_uuid for gpu in gpus}
+        for gpu in gpus:
+            uuid = gpu.identity.uuid
+            if processes is None:
+                self._no_run_memory[uuid] = ERROR
+            elif uuid not in parents:
+                try:
+                    total = gpu.readings.get("memory_total")
+                    self._run_memory[uuid] = memory_by_run(processes.get(uuid, []), total, self._runs)
+                except Impossible as impossible:
+                    self._no_run_memory[uuid] = impossible.reason
+
     def _list_slices(self, deadline: float) -> list[smi_csv.ListedSlice]:
         if time.monotonic() >= self._slices_until:
             self._slices = smi_csv.parse_listing(self._run(["-L"], deadline).stdout)
@@ -171,12 +227,6 @@ class NvidiaSmiSource:
 
 def _all_text(completed: Completed) -> str:
     return f"{completed.stdout}\n{completed.stderr}"
-
-
-def _bus_key(pci_bus_id: str) -> str:
-    """A PCI bus id in one spelling: nvidia-smi writes the domain with four digits or with eight."""
-    domain, _, rest = pci_bus_id.lower().partition(":")
-    return f"{domain.lstrip('0')}:{rest}"
 
 
 def _explain(completed: Completed, table: smi_csv.Table) -> SourceUnavailable:

@@ -100,7 +100,7 @@ def run(command: Sequence[str], timeout: float, environment: Mapping[str, str]) 
         stderr=subprocess.PIPE,
         env=dict(environment),
         start_new_session=True,
-        preexec_fn=die_with_parent,  # the reader has one thread
+        preexec_fn=die_with_parent,  # no thread but ours: NVML's is stopped before nvidia-smi is used
     )
     deadline = time.monotonic() + timeout
     ended = False

@@ -2,7 +2,8 @@
 
 It takes one `Request` a line on standard input and answers on the descriptor named by its first argument:
 any number of `{"at": [source, index]}` lines, then `{"snapshot": ...}` or `{"failure": [reason, message]}`.
-It ends at end of input, at SIGTERM, and with its parent.
+At any time it may tell `{"xid": [source, uuid, code, time]}`. It ends at end of input, at SIGTERM, and with
+its parent.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
+from threading import Lock
 from types import FrameType
 
 from tunewatch_gpu.process import die_with_parent
+from tunewatch_gpu.reader_options import ReaderOptions
 from tunewatch_gpu.snapshot import Request, Snapshot
-from tunewatch_gpu.source import Announce, Source, SourceUnavailable
+from tunewatch_gpu.source import Announce, Source, SourceUnavailable, TellXid
 
 _RETRY_FIRST_CHOICE = 60.0  # seconds a second choice is kept before the first one is tried again
 
@@ -67,42 +71,54 @@ def _together(failures: list[SourceUnavailable]) -> SourceUnavailable:
     return SourceUnavailable("no_driver" if len(failures) > 1 else failures[0].reason, message)
 
 
-def build_source(backend: str, announce: Announce, nvidia_smi: str, simulated_gpus: int) -> Source:
+def build_source(options: ReaderOptions, announce: Announce, tell_xid: TellXid) -> Source:
     """The source for a value of `--backend`; only what is needed is imported, to keep the process small."""
+    backend = options.backend
     if backend == "simulated":
         from tunewatch_gpu.simulated import SimulatedSource
 
-        return SimulatedSource(announce, simulated_gpus)
+        if not options.scenario:
+            return SimulatedSource(announce, tell_xid, options.simulated_gpus)
+        from tunewatch_gpu.scenario import ScenarioFile
+
+        scenario = ScenarioFile(Path(options.scenario), options.simulated_gpus, options.began)
+        return SimulatedSource(announce, tell_xid, options.simulated_gpus, scenario=scenario)
     sources: list[Source] = []
     if backend in ("auto", "nvml"):
         from tunewatch_gpu.nvml import NvmlSource
 
-        sources.append(NvmlSource(announce))
+        sources.append(NvmlSource(announce, tell_xid))
     if backend in ("auto", "nvidia-smi"):
         from tunewatch_gpu.nvidia_smi import NvidiaSmiSource
 
-        sources.append(NvidiaSmiSource(announce, nvidia_smi))
+        sources.append(NvidiaSmiSource(announce, options.nvidia_smi))
     return SourceChain(sources)
 
 
 def main() -> None:
-    """Serve requests; arguments: answer descriptor, parent's pid, backend, nvidia-smi, simulated GPUs."""
-    descriptor, parent, backend, nvidia_smi, simulated_gpus = sys.argv[1:]
+    """Serve requests; arguments: answer descriptor, parent's pid, `ReaderOptions` as JSON."""
+    descriptor, parent, options = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us in order
     signal.signal(signal.SIGTERM, _leave)
     die_with_parent()
     if os.getppid() != int(parent):
         return  # it died before the kernel was told
 
+    whole_lines = Lock()
+
     def answer(message: dict[str, object]) -> None:
         data = json.dumps(message).encode() + b"\n"
-        while data:
-            data = data[os.write(int(descriptor), data) :]
+        with whole_lines:
+            while data:
+                data = data[os.write(int(descriptor), data) :]
 
     def announce(source: str, index: int | None) -> None:
         answer({"at": [source, index]})
 
-    source = build_source(backend, announce, nvidia_smi, int(simulated_gpus))
+    def tell_xid(source: str, uuid: str, code: int, time: float) -> None:
+        answer({"xid": [source, uuid, code, time]})
+
+    source = build_source(ReaderOptions(**json.loads(options)), announce, tell_xid)
     try:
         for line in sys.stdin:
             try:

@@ -10,9 +10,11 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from tunewatch_gpu.process import end_children, reap_orphans
+from tunewatch_gpu.reader_options import ReaderOptions
 from tunewatch_gpu.snapshot import Request, Snapshot
 
 _ANSWER_LIMIT = 8 << 20  # bytes; some hundred slices need less than one MiB
@@ -39,19 +41,13 @@ class Stopped(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class ReaderCommand:
-    """What a reader is started with; see `tunewatch_gpu.reader`."""
+class ToldXid:
+    """An Xid error as the reader told of it, at Unix time `time`."""
 
-    backend: str
-    nvidia_smi: str
-    simulated_gpus: int
-
-    def arguments(self, descriptor: int) -> list[str]:
-        """The command line. -P keeps modules of the current folder from shadowing the library's."""
-        return [
-            *(sys.executable, "-P", "-m", "tunewatch_gpu.reader", str(descriptor), str(os.getpid())),
-            *(self.backend, self.nvidia_smi, str(self.simulated_gpus)),
-        ]
+    source: str
+    uuid: str
+    code: int
+    time: float
 
 
 class ReaderProcess:
@@ -60,12 +56,13 @@ class ReaderProcess:
     `wake` is a descriptor that turns readable when the sidecar should end. `starts` counts the processes.
     """
 
-    def __init__(self, command: ReaderCommand, wake: int) -> None:
-        self._command = command
+    def __init__(self, options: ReaderOptions, wake: int) -> None:
+        self._options = options
         self._wake = wake
         self._child: subprocess.Popen[bytes] | None = None
         self._answers = -1
         self._buffer = bytearray()
+        self._xids: list[ToldXid] = []
         self.starts = 0
 
     def read(self, request: Request, deadline: float) -> Snapshot:
@@ -80,6 +77,11 @@ class ReaderProcess:
         if self._child is not None:
             reap_orphans(self._child.pid)
         return snapshot
+
+    def take_xids(self) -> list[ToldXid]:
+        """The Xid errors told since the last call; those of a reader that was killed are among them."""
+        taken, self._xids = self._xids, []
+        return taken
 
     def stop(self, patience: float) -> None:
         """Ask the reader to release the driver and end; kill it after `patience` seconds."""
@@ -98,9 +100,26 @@ class ReaderProcess:
             if self._child.stdin is not None:
                 with suppress(BrokenPipeError):
                     self._child.stdin.close()
+            self._take_last_words()
             os.close(self._answers)
             self._child = None
         end_children(patience=0.2)
+
+    def _take_last_words(self) -> None:
+        """Xid errors that the reader told of after its last answer: they may be why it had to be killed."""
+        os.set_blocking(self._answers, False)
+        with suppress(BlockingIOError):
+            while len(self._buffer) <= _ANSWER_LIMIT and (data := os.read(self._answers, 65536)):
+                self._buffer += data
+        for line in bytes(self._buffer).split(b"\n")[:-1]:
+            with suppress(ValueError):  # a line may be cut off where the reader was ended
+                self._take_xid(json.loads(line))
+        self._buffer.clear()
+
+    def _take_xid(self, message: dict[str, Any]) -> bool:
+        if "xid" in message:
+            self._xids.append(ToldXid(*message["xid"]))
+        return "xid" in message
 
     def _start(self) -> None:
         stuck = end_children(patience=0.2)
@@ -114,7 +133,7 @@ class ReaderProcess:
         self._buffer.clear()
         try:
             self._child = subprocess.Popen(
-                self._command.arguments(writing),
+                self._command(writing),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,  # drivers print what they like
                 pass_fds=(writing,),
@@ -127,6 +146,13 @@ class ReaderProcess:
         finally:
             os.close(writing)
         self.starts += 1
+
+    def _command(self, descriptor: int) -> list[str]:
+        """The command line. -P keeps modules of the current folder from shadowing the library's."""
+        return [
+            *(sys.executable, "-P", "-m", "tunewatch_gpu.reader", str(descriptor), str(os.getpid())),
+            json.dumps(asdict(self._options)),
+        ]
 
     def _exchange(self, request: Request, deadline: float) -> Snapshot:
         assert self._child is not None and self._child.stdin is not None
@@ -145,6 +171,8 @@ class ReaderProcess:
             if not line:
                 raise self._death(source, index)
             message = json.loads(line)
+            if self._take_xid(message):
+                continue
             if "snapshot" in message:
                 return Snapshot.from_json(message["snapshot"])
             if "failure" in message:

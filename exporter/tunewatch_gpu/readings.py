@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tunewatch_gpu.fields import FIELDS, THROTTLE_BITS
+from tunewatch_gpu.fields import FIELDS, RECOVERY_ACTIONS, THROTTLE_BITS
 
 NOT_SUPPORTED = "not_supported"
 NO_PERMISSION = "no_permission"
@@ -24,11 +24,15 @@ _POWER_MARGIN = 1.5  # a driver reported 600 W on a board whose highest limit is
 
 
 class Readings:
-    """Collects the readings of one GPU; `values` in base units, `absent` with the reason for each gap."""
+    """Collects the readings of one GPU; `values` in base units, `absent` with the reason for each gap.
+
+    `remarks` are for the log.
+    """
 
     def __init__(self) -> None:
         self.values: dict[str, float] = {}
         self.absent: dict[str, str] = {}
+        self.remarks: list[str] = []
 
     def accept(
         self,
@@ -61,6 +65,11 @@ class Readings:
             return
         for reason, bit in THROTTLE_BITS.items():
             self.values[f"throttle_{reason}"] = float(bool(mask & bit))
+
+    def accept_recovery_action(self, action: str) -> None:
+        """Take one of `RECOVERY_ACTIONS`."""
+        for known in RECOVERY_ACTIONS:
+            self.values[f"recovery_{known}"] = float(known == action)
 
     def reject(self, field: str, reason: str) -> None:
         """Note that `field` has no value, and why."""

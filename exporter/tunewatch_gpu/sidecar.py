@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 import select
 import time
+from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
 
 from tunewatch_gpu.exposition import Page
+from tunewatch_gpu.kernel_log import KERNEL_LOG, KernelLog
 from tunewatch_gpu.ledger import Ledger
-from tunewatch_gpu.reader_process import ReaderCommand, ReaderFailure, ReaderProcess, Stopped
-from tunewatch_gpu.snapshot import Request, Snapshot
+from tunewatch_gpu.reader_options import ReaderOptions
+from tunewatch_gpu.reader_process import ReaderFailure, ReaderProcess, Stopped
+from tunewatch_gpu.snapshot import Request, Snapshot, bus_key
 
 log = logging.getLogger("tunewatch-gpu")
 
@@ -24,6 +28,7 @@ _LONGEST_ISOLATION = 300.0
 _CRASHES_BEFORE_AVOIDING = 2
 _AVOIDANCE = 60.0
 _STOP_PATIENCE = 1.2
+_MOST_UNPLACED = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,8 @@ class Settings:
 
     interval: float
     timeout: float
-    reader: ReaderCommand
+    reader: ReaderOptions
+    kernel_log: Path = KERNEL_LOG
     expect_gpus: int | None = None
     exit_after_failures: int = 0
     version: str = ""
@@ -52,7 +58,8 @@ class Blame:
     """Decides what to leave alone for a while after the reader hung or crashed.
 
     One card that hangs the driver is skipped so that the others can be read. As soon as a second one hangs
-    it is the driver and not the card, and nothing is skipped. NVML that keeps crashing is avoided.
+    it is the driver and not the card, and nothing is skipped. NVML that keeps crashing is avoided. A reader
+    that dies between collections had nothing to do but wait for Xid events: that is left out if it happens again.
     """
 
     def __init__(self, interval: float) -> None:
@@ -62,6 +69,8 @@ class Blame:
         self._times = 0
         self._crashes = 0
         self._avoid_until = 0.0
+        self._idle_crashes = 0
+        self._unwatched_until = 0.0
 
     def failed(self, failure: ReaderFailure, cards: int, now: float) -> None:
         """Learn from a failure; `cards` is how many GPUs are known."""
@@ -71,6 +80,10 @@ class Blame:
             self._crashes += 1
             if self._crashes >= _CRASHES_BEFORE_AVOIDING:
                 self._avoid_until = now + _AVOIDANCE
+        if failure.reason == "reader_crashed" and not failure.source:
+            self._idle_crashes += 1
+            if self._idle_crashes >= _CRASHES_BEFORE_AVOIDING:
+                self._idle_crashes, self._unwatched_until = 0, now + _LONGEST_ISOLATION
         if failure.index is None or cards < 2:
             return
         if self._card not in (None, failure.index):
@@ -92,8 +105,9 @@ class Blame:
         return (self._card,) if self._card is not None and now < self._card_until else ()
 
     def avoid(self, now: float) -> tuple[str, ...]:
-        """Sources to leave alone now."""
-        return ("nvml",) if now < self._avoid_until else ()
+        """Sources, and what of a source, to leave alone now."""
+        sources = ("nvml",) if now < self._avoid_until else ()
+        return (*sources, "xid_events") if now < self._unwatched_until else sources
 
 
 class Sidecar:
@@ -105,6 +119,11 @@ class Sidecar:
         self._ledger = Ledger(settings.stale_after, settings.expect_gpus)
         self._reader = ReaderProcess(settings.reader, wake)
         self._blame = Blame(settings.interval)
+        self._kernel_log = KernelLog(settings.kernel_log)
+        self._unplaced: deque[tuple[str, int, float]] = deque(maxlen=_MOST_UNPLACED)
+        self._last_snapshot_time: float | None = None
+        if self._kernel_log.unreadable:
+            log.info("no kernel log (%s): Xid errors come from NVML alone", self._kernel_log.unreadable)
         self._reported_failure = ""
         self._reported_warnings: set[str] = set()
         self._turned_at = time.monotonic()
@@ -136,14 +155,16 @@ class Sidecar:
             return 0
         finally:
             self._reader.stop(_STOP_PATIENCE)
+            self._kernel_log.close()
 
     def _collect(self, started: float) -> None:
         ledger, settings = self._ledger, self._settings
         request = Request(
-            timeout=_READER_SHARE * settings.timeout,
+            deadline=started + _READER_SHARE * settings.timeout,
             skip=self._blame.skip(started),
             avoid=self._blame.avoid(started),
             known=tuple((uuid, identity.pci_bus_id) for uuid, identity in ledger.known.items()),
+            after=self._last_snapshot_time,
         )
         try:
             snapshot = self._reader.read(request, started + settings.timeout)
@@ -158,8 +179,23 @@ class Sidecar:
             self._report_source(snapshot)
             ledger.record_success(snapshot, now, time.time(), now - started)
             self._blame.succeeded(request.skip)
+            self._last_snapshot_time = snapshot.time
             self._report_cards(before, snapshot)
+        self._record_xids()
         self._publish()
+
+    def _record_xids(self) -> None:
+        """Xid errors from the reader, whether it answered or not, and from the kernel log."""
+        for xid in self._reader.take_xids():
+            self._ledger.record_xid(xid.source, xid.uuid, xid.code, xid.time)
+        self._unplaced += [(bus_id, code, time.time()) for bus_id, code in self._kernel_log.poll()]
+        uuids = {bus_key(identity.pci_bus_id): uuid for uuid, identity in self._ledger.known.items()}
+        for _ in range(len(self._unplaced)):
+            bus_id, code, at = self._unplaced.popleft()
+            if bus_key(bus_id) in uuids:
+                self._ledger.record_xid("kernel_log", uuids[bus_key(bus_id)], code, at)
+            else:
+                self._unplaced.append((bus_id, code, at))  # of a card that was not seen yet
 
     def _publish(self) -> None:
         restarts = max(0, self._reader.starts - 1)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from tunewatch_gpu.fields import RECOVERY_ACTIONS
 from tunewatch_gpu.readings import (
     ERROR,
     GPU_LOST,
@@ -20,7 +21,8 @@ from tunewatch_gpu.readings import (
     UNKNOWN_VALUE,
     Readings,
 )
-from tunewatch_gpu.units import from_mebi, from_mega, from_percent
+from tunewatch_gpu.run_memory import Process
+from tunewatch_gpu.units import from_mebi, from_mega, from_micro, from_percent
 
 _ABSENCE = {
     "": MALFORMED,
@@ -50,6 +52,7 @@ _CONVERT: dict[str, Callable[[float], float]] = {
     "%": from_percent,
     "MiB": from_mebi,
     "MHz": from_mega,
+    "us": from_micro,
 }
 
 IDENTITY_COLUMNS = ("uuid", "index", "name", "driver_version", "pci.bus_id", "mig.mode.current")
@@ -69,9 +72,24 @@ _NUMBERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("clock_sm", "MHz", ("clocks.current.sm",)),
     ("clock_memory", "MHz", ("clocks.current.memory",)),
     ("clock_video", "MHz", ("clocks.current.video",)),
+    ("ecc_corrected", "", ("ecc.errors.corrected.volatile.total",)),
+    ("ecc_uncorrected", "", ("ecc.errors.uncorrected.volatile.total",)),
+    ("rows_correctable", "", ("remapped_rows.correctable",)),
+    ("rows_uncorrectable", "", ("remapped_rows.uncorrectable",)),
+    ("throttled_sw_power_cap", "us", ("clocks_event_reasons_counters.sw_power_cap",)),
+    ("throttled_sync_boost", "us", ("clocks_event_reasons_counters.sync_boost",)),
+    ("throttled_sw_thermal_slowdown", "us", ("clocks_event_reasons_counters.sw_thermal_slowdown",)),
+    ("throttled_hw_thermal_slowdown", "us", ("clocks_event_reasons_counters.hw_thermal_slowdown",)),
+    (
+        "throttled_hw_power_brake_slowdown",
+        "us",
+        ("clocks_event_reasons_counters.hw_power_brake_slowdown",),
+    ),
 )
 """Reading, its unit in nvidia-smi, and the columns that may hold it, the first with a value wins."""
 
+_FLAGS = {"rows_pending": "remapped_rows.pending", "rows_failed": "remapped_rows.failure"}
+_RECOVERY_ACTION = "gpu_recovery_action"
 _HIGHEST_POWER_LIMIT = "power.max_limit"
 _PSTATE = "pstate"
 _THROTTLE = "clocks_event_reasons.active"
@@ -80,11 +98,16 @@ _THROTTLE_BEFORE_535 = "clocks_throttle_reasons.active"
 COLUMNS: tuple[str, ...] = (
     *IDENTITY_COLUMNS,
     *(column for _, _, columns in _NUMBERS for column in columns),
+    *_FLAGS.values(),
+    _RECOVERY_ACTION,
     _HIGHEST_POWER_LIMIT,
     _PSTATE,
     _THROTTLE,
 )
 """All columns of the question."""
+
+SECTIONS = ("ecc.errors.", "remapped_rows.", "clocks_event_reasons_counters.")
+"""Columns that a driver knows all or none of, by how they begin."""
 
 OLDER_NAMES = {_THROTTLE: _THROTTLE_BEFORE_535}
 """What to ask for instead where a driver does not know a column."""
@@ -157,6 +180,9 @@ def read_row(row: Row) -> tuple[Readings, str]:
         _read_number(row, name, unit, columns, readings)
     _read_state(row, readings)
     _read_throttling(row, readings)
+    for name, column in _FLAGS.items():
+        _read_flag(row, name, column, readings)
+    _read_recovery_action(row, readings)
     readings.reject("energy", NOT_SUPPORTED)  # nvidia-smi has no column for the counter
     limits = Readings()
     _read_number(row, "power_limit", "W", (_HIGHEST_POWER_LIMIT,), limits)
@@ -165,7 +191,8 @@ def read_row(row: Row) -> tuple[Readings, str]:
     for reason in (GPU_LOST, RESET_REQUIRED):
         if reason in reasons:
             return readings, reason
-    if not readings.values and {UNKNOWN_VALUE, ERROR} & set(readings.absent.values()):
+    is_silent = all(name.startswith("recovery_") for name in readings.values)
+    if is_silent and {UNKNOWN_VALUE, ERROR} & set(readings.absent.values()):
         return readings, ERROR
     return readings, ""
 
@@ -201,6 +228,46 @@ def _read_throttling(row: Row, readings: Readings) -> None:
         readings.accept_throttle_mask(int(cell, 16))
     else:
         readings.reject("throttle", _absence(cell) or MALFORMED)
+
+
+def _read_flag(row: Row, name: str, column: str, readings: Readings) -> None:
+    cell = row.cells.get(column, "N/A")
+    if cell in ("Yes", "No"):
+        readings.accept(name, cell == "Yes")
+    else:
+        readings.reject(name, _absence(cell) or MALFORMED)
+
+
+def _read_recovery_action(row: Row, readings: Readings) -> None:
+    """The action in words, such as "None" or "Drain and Reset"."""
+    cell = row.cells.get(_RECOVERY_ACTION, "N/A")
+    action = cell.lower().replace(" ", "_")
+    if action in RECOVERY_ACTIONS:
+        readings.accept_recovery_action(action)
+    elif absence := _absence(cell):
+        readings.reject("recovery_action", absence)
+    else:
+        readings.reject("recovery_action", UNKNOWN_VALUE)
+        readings.remarks.append(f"the driver asks for recovery action {cell!r}, which is not known here")
+
+
+PROCESS_COLUMNS = ("gpu_uuid", "pid", "used_gpu_memory")
+
+
+def parse_processes(text: str) -> dict[str, list[Process]] | None:
+    """The processes of each GPU in the answer to a question for `PROCESS_COLUMNS`; None if it is no answer."""
+    lines = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
+    header = [*PROCESS_COLUMNS[:-1], f"{PROCESS_COLUMNS[-1]} [MiB]"]
+    if header not in lines:
+        return None
+    processes: dict[str, list[Process]] = {}
+    for cells in lines[lines.index(header) + 1 :]:
+        if len(cells) == len(header) and cells[1].isascii() and cells[1].isdecimal():
+            memory = _NUMBER.fullmatch(cells[2])
+            known = memory is not None and memory[2] in (None, "MiB")
+            used = int(from_mebi(float(memory[1]))) if memory is not None and known else None
+            processes.setdefault(cells[0], []).append((int(cells[1]), used))
+    return processes
 
 
 _LISTED_CARD = re.compile(r"GPU (\d+): .*\(UUID: (\S+)\)\s*")

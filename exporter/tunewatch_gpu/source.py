@@ -10,6 +10,9 @@ from tunewatch_gpu.snapshot import Request, Snapshot
 Announce = Callable[[str, int | None], None]
 """Called with the source's name and a GPU's index before each, so that a hang or a crash can be blamed."""
 
+TellXid = Callable[[str, str, int, float], None]
+"""Called with the source's name, a GPU's uuid, the code and the Unix time of an Xid error, at once."""
+
 
 class SourceUnavailable(Exception):
     """A whole collection failed: `reason` is a word for a label, the message is for people."""

@@ -21,3 +21,13 @@ def from_mega(value: float) -> float:
 def from_mebi(value: float) -> float:
     """Mebibytes to bytes."""
     return value * 1_048_576
+
+
+def from_nano(value: float) -> float:
+    """Nanoseconds to seconds."""
+    return value / 1_000_000_000
+
+
+def from_micro(value: float) -> float:
+    """Microseconds to seconds."""
+    return value / 1_000_000

@@ -26,7 +26,9 @@ def build_fake_nvml(folder: Path) -> Path:
     """Compile the fake library into `folder` under the name that the binding loads; needs gcc."""
     library = folder / "libnvidia-ml.so.1"
     source = HERE / "fake_nvml" / "nvml.c"
-    subprocess.run(["gcc", "-O1", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    subprocess.run(
+        ["gcc", "-O1", "-pthread", "-shared", "-fPIC", "-o", str(library), str(source)], check=True
+    )
     return library
 
 
@@ -59,9 +61,71 @@ def card(index: int, **changes: object) -> dict[str, object]:
         "clock_video": 1275,
         "pstate": 2,
         "throttle": 0x24,
+        "limit0": 101,
+        "limit1": 96,
+        "limit2": 105,
+        "limit3": 90,
+        "field3": 7,
+        "field4": 2,
+        "field142": 5,
+        "field143": 3,
+        "field144": 1,
+        "field145": 0,
+        "field74": 74_500_000_000,
+        "field76": 0,
+        "field269": 2_500_000_000,
+        "field270": 1_250_000_000,
+        "field271": 0,
+        "field230": 0,
+        "processes": "",
+        "graphics": "",
     }
     values |= changes
     return {f"gpu{index}.{key}": value for key, value in values.items() if value is not None}
+
+
+def smi_card(index: int, **changes: str) -> dict[str, str]:
+    """The cells of one healthy card as nvidia-smi spells them."""
+    cells = {
+        "uuid": uuid_of(index),
+        "index": str(index),
+        "name": "NVIDIA Test 40GB",
+        "driver_version": "580.65.06",
+        "pci.bus_id": f"00000000:{index + 1:02X}:00.0",
+        "mig.mode.current": "[N/A]",
+        "utilization.gpu": "37 %",
+        "memory.used": "8192 MiB",
+        "memory.reserved": "512 MiB",
+        "memory.total": "40960 MiB",
+        "power.draw": "123.45 W",
+        "power.draw.average": "123.45 W",
+        "power.draw.instant": "150.00 W",
+        "enforced.power.limit": "300.00 W",
+        "power.limit": "350.00 W",
+        "power.max_limit": "400.00 W",
+        "temperature.gpu": "61",
+        "temperature.memory": "72",
+        "fan.speed": "45 %",
+        "clocks.current.graphics": "1410 MHz",
+        "clocks.current.sm": "1395 MHz",
+        "clocks.current.memory": "1593 MHz",
+        "clocks.current.video": "1275 MHz",
+        "pstate": "P2",
+        "clocks_event_reasons.active": "0x0000000000000024",
+        "gpu_recovery_action": "None",
+        "ecc.errors.corrected.volatile.total": "7",
+        "ecc.errors.uncorrected.volatile.total": "2",
+        "remapped_rows.correctable": "5",
+        "remapped_rows.uncorrectable": "3",
+        "remapped_rows.pending": "Yes",
+        "remapped_rows.failure": "No",
+        "clocks_event_reasons_counters.sw_power_cap": "74500000 us",
+        "clocks_event_reasons_counters.sync_boost": "0 us",
+        "clocks_event_reasons_counters.sw_thermal_slowdown": "2500000 us",
+        "clocks_event_reasons_counters.hw_thermal_slowdown": "1250000 us",
+        "clocks_event_reasons_counters.hw_power_brake_slowdown": "0 us",
+    }
+    return cells | {name.replace("__", "."): cell for name, cell in changes.items()}
 
 
 class FakeDriver:
@@ -70,10 +134,12 @@ class FakeDriver:
     def __init__(self, library: Path, folder: Path) -> None:
         self._scenario = folder / "scenario"
         self.log = folder / "nvml.log"
+        self.calls = folder / "nvml.calls"
         self.environment = {
             "LD_LIBRARY_PATH": str(library.parent),
             "FAKE_NVML_SCENARIO": str(self._scenario),
             "FAKE_NVML_LOG": str(self.log),
+            "FAKE_NVML_CALLS": str(self.calls),
         }
 
     def play(self, *parts: Mapping[str, object]) -> None:
@@ -90,7 +156,7 @@ class FakeDriver:
         self._scenario.unlink()
 
     def notes(self) -> list[str]:
-        """Inits and shutdowns so far."""
+        """Inits, event sets that were waited for, and shutdowns so far."""
         return self.log.read_text().split() if self.log.exists() else []
 
 

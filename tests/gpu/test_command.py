@@ -41,7 +41,7 @@ def test_the_variable_alone_simulates(start_sidecar: Start) -> None:
 
 def test_simulation_follows_from_time_and_seed_alone() -> None:
     def read(now: float, seed: int = 0) -> dict[str, float]:
-        source = SimulatedSource(lambda *_: None, 1, seed, clock=lambda: now)
+        source = SimulatedSource(lambda *_: None, lambda *_: None, 1, seed, clock=lambda: now)
         return source.read(Request(1.0)).gpus[0].readings
 
     assert read(1.8e9) == read(1.8e9)

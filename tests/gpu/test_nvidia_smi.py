@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from gpu_harness import FakeSmi, RunningSidecar, Scrape, uuid_of
+from gpu_harness import FakeSmi, RunningSidecar, Scrape, smi_card, uuid_of
 
 Start = Callable[..., RunningSidecar]
 
@@ -20,38 +20,6 @@ def name_of(process: psutil.Process) -> str:
         return process.name()
     except psutil.NoSuchProcess:
         return ""
-
-
-def smi_card(index: int, **changes: str) -> dict[str, str]:
-    """The cells of one healthy card as nvidia-smi spells them."""
-    cells = {
-        "uuid": uuid_of(index),
-        "index": str(index),
-        "name": "NVIDIA Test 40GB",
-        "driver_version": "580.65.06",
-        "pci.bus_id": f"00000000:{index + 1:02X}:00.0",
-        "mig.mode.current": "[N/A]",
-        "utilization.gpu": "37 %",
-        "memory.used": "8192 MiB",
-        "memory.reserved": "512 MiB",
-        "memory.total": "40960 MiB",
-        "power.draw": "123.45 W",
-        "power.draw.average": "123.45 W",
-        "power.draw.instant": "150.00 W",
-        "enforced.power.limit": "300.00 W",
-        "power.limit": "350.00 W",
-        "power.max_limit": "400.00 W",
-        "temperature.gpu": "61",
-        "temperature.memory": "72",
-        "fan.speed": "45 %",
-        "clocks.current.graphics": "1410 MHz",
-        "clocks.current.sm": "1395 MHz",
-        "clocks.current.memory": "1593 MHz",
-        "clocks.current.video": "1275 MHz",
-        "pstate": "P2",
-        "clocks_event_reasons.active": "0x0000000000000024",
-    }
-    return cells | {name.replace("__", "."): cell for name, cell in changes.items()}
 
 
 @pytest.fixture
@@ -84,6 +52,17 @@ def test_values_in_base_units(smi: FakeSmi, start: Start) -> None:
     assert scrape.value("throttle_active", uuid=uuid, reason="sw_power_cap") == 1
     assert scrape.value("throttle_active", uuid=uuid, reason="sw_thermal_slowdown") == 1
     assert scrape.value("throttle_active", uuid=uuid, reason="gpu_idle") == 0
+    assert scrape.value("ecc_errors_total", uuid=uuid, kind="corrected") == 7
+    assert scrape.value("ecc_errors_total", uuid=uuid, kind="uncorrected") == 2
+    assert scrape.value("remapped_rows", uuid=uuid, kind="correctable") == 5
+    assert scrape.value("remapped_rows", uuid=uuid, kind="uncorrectable") == 3
+    assert scrape.value("remapped_rows", uuid=uuid, kind="pending") == 1
+    assert scrape.value("remapped_rows", uuid=uuid, kind="failed") == 0
+    assert scrape.value("throttle_seconds_total", uuid=uuid, reason="sw_power_cap") == 74.5
+    assert scrape.value("throttle_seconds_total", uuid=uuid, reason="sw_thermal_slowdown") == 2.5
+    assert scrape.value("throttle_seconds_total", uuid=uuid, reason="hw_thermal_slowdown") == 1.25
+    assert scrape.value("throttle_seconds_total", uuid=uuid, reason="hw_slowdown") == 0
+    assert scrape.value("recovery_action", uuid=uuid, action="none") == 1
     assert scrape.value("power_watts", uuid=uuid_of(1)) == 99
     assert scrape.value("collector_source_info", source="nvidia-smi") == 1
     assert scrape.value("energy_joules_total", uuid=uuid, source="counter") is None
@@ -184,6 +163,10 @@ def test_columns_that_the_driver_does_not_know_are_dropped_once(smi: FakeSmi, st
     old = smi_card(0)
     for column in ("memory.reserved", "power.draw.average", "power.draw.instant", "temperature.memory"):
         del old[column]
+    for column in [
+        column for column in old if column.startswith(("remapped_rows", "clocks_event_reasons_c"))
+    ]:
+        del old[column]
     old["clocks_throttle_reasons.active"] = old.pop("clocks_event_reasons.active")
     smi.put("gpus.json", [old])
     sidecar = start()
@@ -193,9 +176,9 @@ def test_columns_that_the_driver_does_not_know_are_dropped_once(smi: FakeSmi, st
     assert scrape.value("memory_reserved_bytes", uuid=uuid_of(0)) is None
     first = scrape.value("collector_last_success_timestamp_seconds")
     sidecar.wait(lambda scrape: scrape.value("collector_last_success_timestamp_seconds") != first)
-    starts = [rest for what, rest in smi.calls() if what == "start"]
-    assert len(set(starts[:6])) == 6, "each of the five unknown columns costs one call"
-    assert len(set(starts[5:])) == 1, "and is not asked for again"
+    starts = [rest for what, rest in smi.calls() if what == "start" and "--query-gpu" in rest]
+    assert len(set(starts[:8])) == 8, "each of five unknown columns and two unknown sections costs one call"
+    assert len(set(starts[7:])) == 1, "and is not asked for again"
 
 
 def test_old_question_answered_under_the_new_name(smi: FakeSmi, start: Start) -> None:
@@ -223,12 +206,39 @@ def test_mig_slices_from_the_listing(smi: FakeSmi, start: Start) -> None:
     assert scrape.value("utilization_ratio", uuid=uuid_of(0)) is None
 
 
+def test_what_the_driver_asks_for_and_what_it_does_not_know(smi: FakeSmi, start: Start) -> None:
+    """A consumer card: no ECC, no spare rows, and the words for each action."""
+    words = {
+        "None": "none", "Reset": "reset", "Reboot": "reboot", "Drain P2P": "drain_p2p",
+        "Drain and Reset": "drain_and_reset",
+    }  # fmt: skip
+    plain = {column: "[N/A]" for column in smi_card(0) if column.startswith(("ecc.errors", "remapped_rows"))}
+    cells = [*words, "[N/A]", "Tea Break"]
+    smi.put("gpus.json", [smi_card(i, gpu_recovery_action=cell) | plain for i, cell in enumerate(cells)])
+    sidecar = start()
+    scrape = sidecar.wait_success()
+    assert scrape.labels("ecc_errors_total") == scrape.labels("remapped_rows") == []
+    for index, action in enumerate(words.values()):
+        asked_for = {
+            labels["action"]
+            for labels in scrape.labels("recovery_action")
+            if labels["uuid"] == uuid_of(index) and scrape.value("recovery_action", **labels) == 1
+        }
+        assert asked_for == {action}
+    assert {labels["uuid"] for labels in scrape.labels("recovery_action")} == {uuid_of(i) for i in range(5)}
+    assert scrape.value("readings_rejected_total", field="recovery_action", reason="not_supported")
+    assert scrape.value("readings_rejected_total", field="recovery_action", reason="unknown")
+    assert "GPU 6: the driver asks for recovery action 'Tea Break', which is not known here" in sidecar.log()
+
+
 def test_reset_required_is_down(smi: FakeSmi, start: Start) -> None:
     reset = dict.fromkeys(("temperature.gpu", "utilization.gpu"), "[GPU requires reset]")
     smi.put("gpus.json", [smi_card(0) | reset | {"memory.used": "0 MiB"}, smi_card(1)])
     scrape = start().wait_success()
     assert scrape.value("up", uuid=uuid_of(0)) == 0
-    assert scrape.readings(uuid_of(0)) == set()
+    assert scrape.readings(uuid_of(0)) == {"recovery_action"}
+    assert scrape.value("recovery_action", uuid=uuid_of(0), action="reset") == 1
+    assert scrape.value("recovery_action", uuid=uuid_of(0), action="none") == 0
     assert scrape.value("power_watts", uuid=uuid_of(1)) == 123.45
 
 
@@ -299,13 +309,13 @@ def test_answers_without_a_table(smi: FakeSmi, start: Start, text: str, code: in
 def test_a_program_that_hangs_is_killed_with_its_children(smi: FakeSmi, start: Start) -> None:
     smi.put("hang")
     smi.put("grandchild")
-    sidecar = start("--timeout", "1")
-    sidecar.wait(lambda scrape: (scrape.value("collector_failures_total", reason="timeout") or 0) >= 3)
+    sidecar = start("--timeout", "3")
+    sidecar.wait(lambda scrape: (scrape.value("collector_failures_total", reason="timeout") or 0) >= 2)
     smi.put("gpus.json", [smi_card(0)])
     smi.drop("hang")
     sidecar.wait_success()
     calls = smi.calls()
-    assert len([what for what, _ in calls if what == "start"]) >= 4
+    assert len([what for what, _ in calls if what == "start"]) >= 3
     assert "overlap" not in [what for what, _ in calls]
     names = [name_of(process) for process in sidecar.processes()]
     assert names.count("sleep") <= 1, f"killed calls left their children behind: {names}"
@@ -448,6 +458,16 @@ EXPECTED: list[tuple[str, dict[str, str], str, float]] = [
     ("clock_hertz", {"domain": "memory"}, "clocks.current.memory", 1e6),
     ("clock_hertz", {"domain": "video"}, "clocks.current.video", 1e6),
     ("performance_state", {}, "pstate", 1),
+    ("ecc_errors_total", {"kind": "corrected"}, "ecc.errors.corrected.volatile.total", 1),
+    ("ecc_errors_total", {"kind": "uncorrected"}, "ecc.errors.uncorrected.volatile.total", 1),
+    ("remapped_rows", {"kind": "correctable"}, "remapped_rows.correctable", 1),
+    ("remapped_rows", {"kind": "uncorrectable"}, "remapped_rows.uncorrectable", 1),
+    (
+        "throttle_seconds_total",
+        {"reason": "sw_power_cap"},
+        "clocks_event_reasons_counters.sw_power_cap",
+        1e-6,
+    ),
 ]
 
 

@@ -235,7 +235,9 @@ def test_a_lost_card_hides_nothing_and_keeps_its_name(
     driver.play(card(0), card(1, **{call: code}), card(2, power=222_000))
     scrape = sidecar.wait(lambda scrape: scrape.value("up", uuid=uuid_of(1)) == 0)
     assert [labels for labels in scrape.labels("info") if labels["index"] == "1"] == identity
-    assert scrape.readings(uuid_of(1)) == set()
+    # A driver that wants a reset before it answers anything has thereby said what it asks for.
+    assert scrape.readings(uuid_of(1)) == (set() if code == 15 else {"recovery_action"})
+    assert scrape.value("recovery_action", uuid=uuid_of(1), action="reset") == (None if code == 15 else 1)
     assert scrape.value("power_watts", uuid=uuid_of(0)) == 123.456
     assert scrape.value("power_watts", uuid=uuid_of(2)) == 222
     assert (scrape.value("expected"), scrape.value("seen")) == (3, 2)

@@ -15,7 +15,8 @@ from gpu_harness import COMMAND, FakeDriver, FakeSmi, RunningSidecar, Scrape, ca
 from tunewatch_gpu import reader_process
 from tunewatch_gpu.exposition import Page
 from tunewatch_gpu.ledger import Ledger
-from tunewatch_gpu.reader_process import ReaderCommand, ReaderFailure, ReaderProcess
+from tunewatch_gpu.reader_options import ReaderOptions
+from tunewatch_gpu.reader_process import ReaderFailure, ReaderProcess
 from tunewatch_gpu.sidecar import Blame, Settings
 from tunewatch_gpu.snapshot import Gpu, Identity, Request, Snapshot
 
@@ -251,13 +252,13 @@ def test_energy_over_a_gap_is_not_invented() -> None:
     record(200, 10)  # (100 + 200) / 2 W for 10 s
     record(300, 40)  # 30 s without readings
     record(300, 42)  # 300 W for 2 s
-    assert ledger.energy["GPU-a"].joules == 1500 + 600
+    assert ledger.energy["GPU-a"].total == 1500 + 600
 
 
 def test_no_second_reader_beside_one_that_can_not_be_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process in uninterruptible sleep can not be made on demand: its survival is pretended."""
     monkeypatch.setattr(reader_process, "end_children", lambda patience: {4711})
-    waiting = ReaderProcess(ReaderCommand("simulated", "nvidia-smi", 1), wake=0)
+    waiting = ReaderProcess(ReaderOptions("simulated"), wake=0)
     with pytest.raises(ReaderFailure, match="process 4711 of an earlier collection hangs") as failed:
         waiting.read(Request(1.0), time.monotonic() + 1)
     assert failed.value.reason == "reader_stuck"

@@ -2,11 +2,17 @@
  * A libnvidia-ml.so.1 for tests: answers from a scenario file, read again whenever it changes.
  *
  * FAKE_NVML_SCENARIO names the file; without the file there is no driver. FAKE_NVML_LOG, when set, gets a
- * line for every init and shutdown. A scenario has one "key value" a line; '#' starts a comment line:
+ * line for every init, every event set that is waited for, and every shutdown. FAKE_NVML_CALLS, when set, gets
+ * the number of calls by name at shutdown. A scenario has one "key value" a line; '#' starts a comment line:
  *
  *   driver 580.65.06
  *   gpu0.uuid GPU-...          a GPU exists where it has a uuid; indices start at 0
  *   gpu0.power 123456          readings in NVML's own units; a reading without a line is NOT_SUPPORTED
+ *   gpu0.field74 123           a field value; gpu0.!field74 3 fails with a code of its own
+ *   gpu0.!several 2            several field values in one call fail with code 2
+ *   gpu0.limit1 96             a temperature threshold by its number
+ *   gpu0.processes 12:1024,13:na         process ids and bytes; graphics in the same way
+ *   event0 1 79                GPU 1 has Xid 79; told once, if it is new while somebody waits
  *   gpu0.mig0.uuid MIG-...     a MIG slice of GPU 0; gpu0.mig 1 turns the mode on
  *   gpu0.!nvmlDeviceGetPowerUsage 3     this call on this GPU fails with code 3
  *   gpu0.!* 15                          every call on this GPU fails
@@ -14,15 +20,18 @@
  *
  * In place of a code, "hang" never returns and "crash" is a segmentation fault.
  */
+#include <pthread.h>
 #include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
-enum { OK = 0, UNINITIALIZED = 1, INVALID = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, NO_DRIVER = 9 };
+enum { OK = 0, UNINITIALIZED = 1, INVALID = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, TOO_SMALL = 7, NO_DRIVER = 9 };
+enum { TIMED_OUT = 10 };
 enum { GPUS = 64, SLICES = 7, CARD = -1 };
 
 struct device {
@@ -55,22 +64,24 @@ static int load(void) {
     return 1;
 }
 
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* events are waited for in a thread of its own */
+
 /* The value of a key, copied into out; 0 where there is none. */
 static int lookup(const char *key, char *out, size_t length) {
     char wanted[160];
-    if (!load())
-        return 0;
     snprintf(wanted, sizeof wanted, "\n%s ", key);
-    const char *line = strstr(scenario, wanted);
-    if (!line)
-        return 0;
-    line += strlen(wanted);
-    size_t end = strcspn(line, "\n");
-    if (end >= length)
-        end = length - 1;
-    memcpy(out, line, end);
-    out[end] = 0;
-    return 1;
+    pthread_mutex_lock(&lock);
+    const char *line = load() ? strstr(scenario, wanted) : NULL;
+    if (line) {
+        line += strlen(wanted);
+        size_t end = strcspn(line, "\n");
+        if (end >= length)
+            end = length - 1;
+        memcpy(out, line, end);
+        out[end] = 0;
+    }
+    pthread_mutex_unlock(&lock);
+    return line != NULL;
 }
 
 static void device_key(device_t device, const char *name, char *out, size_t length) {
@@ -97,9 +108,25 @@ static int misbehave(const char *what) {
     return atoi(what);
 }
 
+static struct {
+    const char *name;
+    unsigned long count;
+} calls[64];
+
+static void count(const char *call) {
+    int i = 0;
+    pthread_mutex_lock(&lock);
+    while (calls[i].name && strcmp(calls[i].name, call))
+        i++;
+    calls[i].name = call;
+    calls[i].count++;
+    pthread_mutex_unlock(&lock);
+}
+
 /* What the scenario wants this call to return before it looks at any reading. */
 static int begin(const char *call, device_t device) {
     char name[128], key[160], what[32];
+    count(call);
     if (device) {
         snprintf(name, sizeof name, "!%s", call);
         if (device_text(device, name, what, sizeof what) || device_text(device, "!*", what, sizeof what))
@@ -166,6 +193,12 @@ int nvmlInitWithFlags(unsigned flags) {
 }
 
 int nvmlShutdown(void) {
+    const char *path = getenv("FAKE_NVML_CALLS");
+    FILE *file = path ? fopen(path, "w") : NULL;
+    for (int i = 0; file && calls[i].name; i++)
+        fprintf(file, "%s %lu\n", calls[i].name, calls[i].count);
+    if (file)
+        fclose(file);
     initialized = 0;
     note("shutdown");
     return OK;
@@ -325,15 +358,126 @@ struct field_value {
 
 int nvmlDeviceGetFieldValues(device_t device, int count, struct field_value *values) {
     int code = begin("nvmlDeviceGetFieldValues", device);
+    char refused[32];
+    if (code == OK && count > 1 && device_text(device, "!several", refused, sizeof refused))
+        return misbehave(refused);
     for (int i = 0; code == OK && i < count; i++) {
         unsigned long long value = 0;
-        char name[32];
+        char name[32], failing[32], what[32];
         snprintf(name, sizeof name, "field%u", values[i].id);
-        values[i].type = 1;
+        snprintf(failing, sizeof failing, "!field%u", values[i].id);
+        int is_wide = values[i].id >= 3 && values[i].id <= 4;
+        is_wide |= values[i].id >= 74 && values[i].id <= 81;
+        is_wide |= values[i].id >= 269 && values[i].id <= 271;
+        values[i].type = is_wide ? 3 : 1;
         values[i].code = (unsigned)number(device, name, &value);
-        values[i].value.as_unsigned = (unsigned)value;
+        if (device_text(device, failing, what, sizeof what))
+            values[i].code = (unsigned)misbehave(what);
+        values[i].value.as_wide = value;
     }
     return code;
+}
+
+int nvmlDeviceGetTemperatureThreshold(device_t device, unsigned threshold, unsigned *out) {
+    char name[32];
+    snprintf(name, sizeof name, "limit%u", threshold);
+    return reading32("nvmlDeviceGetTemperatureThreshold", device, name, out);
+}
+
+struct process {
+    unsigned pid;
+    unsigned long long memory;
+    unsigned gpu_instance, compute_instance;
+};
+
+static int list(const char *call, device_t device, const char *name, unsigned *length, struct process *out) {
+    char text[4096];
+    int code = begin(call, device);
+    if (code != OK)
+        return code;
+    if (!device_text(device, name, text, sizeof text))
+        return NOT_SUPPORTED;
+    unsigned found = 0;
+    for (char *rest = text, *part; (part = strsep(&rest, ",")) && *part; found++) {
+        if (found < *length && out) {
+            char *memory = strchr(part, ':') + 1;
+            out[found].pid = (unsigned)strtoul(part, NULL, 0);
+            out[found].memory = strcmp(memory, "na") ? strtoull(memory, NULL, 0) : ~0ULL;
+        }
+    }
+    code = found > *length ? TOO_SMALL : OK;
+    *length = found;
+    return code;
+}
+
+int nvmlDeviceGetComputeRunningProcesses_v3(device_t device, unsigned *length, struct process *out) {
+    return list("nvmlDeviceGetComputeRunningProcesses_v3", device, "processes", length, out);
+}
+
+int nvmlDeviceGetGraphicsRunningProcesses_v3(device_t device, unsigned *length, struct process *out) {
+    return list("nvmlDeviceGetGraphicsRunningProcesses_v3", device, "graphics", length, out);
+}
+
+static char watched[GPUS];
+static int next_event;
+
+static int event(int number, int *gpu, unsigned long long *code) {
+    char key[32], text[64];
+    snprintf(key, sizeof key, "event%d", number);
+    return lookup(key, text, sizeof text) && sscanf(text, "%d %llu", gpu, code) == 2;
+}
+
+int nvmlEventSetCreate(void **set) {
+    static int one;
+    int gpu, code = begin("nvmlEventSetCreate", NULL);
+    unsigned long long ignored;
+    *set = &one;
+    memset(watched, 0, sizeof watched);
+    for (next_event = 0; event(next_event, &gpu, &ignored);)
+        next_event++;
+    return code;
+}
+
+int nvmlDeviceRegisterEvents(device_t device, unsigned long long types, void *set) {
+    int code = begin("nvmlDeviceRegisterEvents", device);
+    (void)set;
+    if (code == OK)
+        watched[device->gpu] = (types & 8) != 0;
+    return code;
+}
+
+struct event_data {
+    device_t device;
+    unsigned long long type, data;
+    unsigned gpu_instance, compute_instance;
+};
+
+int nvmlEventSetWait_v2(void *set, struct event_data *out, unsigned milliseconds) {
+    static int told;
+    int gpu;
+    (void)set;
+    int code = begin("nvmlEventSetWait_v2", NULL);
+    if (code != OK)
+        return code;
+    if (!told++)
+        note("watching");
+    for (unsigned waited = 0; waited < milliseconds; waited += 50) {
+        if (event(next_event, &gpu, &out->data)) {
+            next_event++;
+            if (watched[gpu]) {
+                out->device = &cards[gpu];
+                out->type = 8;
+                return OK;
+            }
+        }
+        nanosleep(&(struct timespec){0, 50000000}, NULL);
+    }
+    return TIMED_OUT;
+}
+
+int nvmlEventSetFree(void *set) {
+    (void)set;
+    return begin("nvmlEventSetFree", NULL);
 }
 
 int nvmlDeviceGetMigMode(device_t device, unsigned *current, unsigned *pending) {

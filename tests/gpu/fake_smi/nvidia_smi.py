@@ -7,6 +7,7 @@ another one still runs. Then:
 - `raw`: its text is the answer to every question, whatever was asked.
 - `gpus.json`: a list of cards, each a dict from column to cell; a question is answered column by column, and
   a column that no card has is refused as the real program does. `headers.json` renames headers.
+- `processes`: rows of uuid, process id and memory in answer to a question for processes.
 - `listing`: the answer to -L. `lost`: a PCI bus id that silences all questions which do not use -i.
 - `delay`: seconds until any answer.
 - `exit_code`, `stderr`, `trailer` (text after the table) are added to any answer.
@@ -40,6 +41,11 @@ UNITS = {
     "enforced.power.limit": "W",
     "power.limit": "W",
     "power.max_limit": "W",
+    "clocks_event_reasons_counters.sw_power_cap": "us",
+    "clocks_event_reasons_counters.sync_boost": "us",
+    "clocks_event_reasons_counters.sw_thermal_slowdown": "us",
+    "clocks_event_reasons_counters.hw_thermal_slowdown": "us",
+    "clocks_event_reasons_counters.hw_power_brake_slowdown": "us",
 }
 
 
@@ -58,6 +64,8 @@ def answer() -> tuple[str, int]:
         return (FOLDER / "raw").read_text(errors="replace"), 0
     if "-L" in sys.argv:
         return option("listing"), 0
+    if any(argument.startswith("--query-compute-apps=") for argument in sys.argv):
+        return "gpu_uuid, pid, used_gpu_memory [MiB]\n" + option("processes"), 0
     question = next(argument for argument in sys.argv if argument.startswith("--query-gpu="))
     columns = question.partition("=")[2].split(",")
     cards = json.loads(option("gpus.json", "[]"))
