@@ -26,12 +26,14 @@ import yaml
 PROMETHEUS = Path(__file__).resolve().parents[1] / "prometheus"
 
 # (rule, mutation) -> why no case can tell it from the rule.
-_FILTERED = "the comparison before `and`/`unless on (run_id)` has the same effect on each series"
+_FILTERED = "the comparison before `and`/`unless on (...)` has the same effect on each series"
 _ONE_SERIES = "the recorded series is already one per run (and reason)"
 _SAME_TIME = "the other side sees that state at the same time, and only a later sight counts"
 _ALL_ONES = "all that is left after `== 1` is 1, and the alerts aggregate again"
 _JOINED = "`and on (job, instance)` restricts the job, too"
 _INFO = "an info metric is always 1"
+_AGAIN = "the maximum around it takes both together"
+_THERE = "only whether it is there counts"
 _LIVE = '(state=~"preparing|training|validating|packaging")'
 EQUIVALENT: dict[tuple[str, str], str] = {
     ("run_state:tunewatch_run_state:last_seen", "max 1 to min"): _ALL_ONES,
@@ -64,6 +66,17 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ("TunewatchGpuIdleWhileTraining", "max 1 to min"): _INFO,
     ("TunewatchGpuIdleWhileTraining", "max 3 dropped"): _FILTERED,
     ("TunewatchGpuIdleWhileTraining", "max 4 dropped"): _FILTERED,
+    ("TunewatchGpuHang", "max 2 to min"): _INFO,
+    ("TunewatchGpuHang", "max 3 dropped"): _FILTERED,
+    ("TunewatchGpuHang", "max 10 dropped"): _FILTERED,
+    ("TunewatchGpuBusyWithStrangers", "max 1 to min"): _INFO,
+    ("TunewatchGpuBusyWithStrangers", "max 3 to min"): _THERE,
+    ("TunewatchGpuBusyWithStrangers", "max 3 dropped"): _THERE,
+    ("TunewatchGpuMemoryNearEnd", "max 2 to min"): _INFO,
+    ("TunewatchGpuMemoryNearEnd", "max 2 dropped"): _AGAIN,
+    ("TunewatchGpuMemoryNearEnd", "max 6 to min"): _INFO,
+    ("TunewatchGpuReadingsStale", "max 2 dropped"): _FILTERED,
+    ("run_reason:tunewatch_badput_seconds:increase24h", "max 1 to min"): _ONE_SERIES,
     ("run:tunewatch_gpu_power_watts:sum", "max 2 to min"): _INFO,
     ("run:tunewatch_gpu_energy_joules_per_token:rate5m", "max 2 to min"): _INFO,
 }
@@ -74,10 +87,11 @@ _MATCHER = re.compile(r'(?P<label>\w+)(?P<operator>=~|!~|!=|=)"(?P<value>[^"]*)"
 _NEGATED = {"=": "!=", "!=": "=", "=~": "!~", "!~": "=~"}
 _SET_OPERATOR = re.compile(r"^(?P<indent> *)(?P<operator>and|unless|or)\b.*$", re.MULTILINE)
 _RANGE = re.compile(r"\[(\d+)([smh])\]")
-_AGGREGATION = re.compile(r"\b(max|sum|count) (by \([^)]*\))")
-_OTHER_AGGREGATION = {"max": "min", "sum": "max", "count": "max"}
-_OVER_TIME = re.compile(r"(last|avg)_over_time(\((?:[^\[\]])*?)\[\w+\]")
-_NUMBER = re.compile(r"(?<=[<>] )(?:[1-9]\d*|0\.\d+)\b")
+_AGGREGATION = re.compile(r"\b(max|min|sum|count) (by \([^)]*\))")
+_OTHER_AGGREGATION = {"max": "min", "min": "max", "sum": "max", "count": "max"}
+_OVER_TIME = re.compile(r"(last|avg|max|min)_over_time(\((?:[^\[\]])*?)\[\w+\]")
+# Thresholds and factors. Not in matchers and ranges; a verdict (== 1) has no neighbours, and 0 no fifth.
+_NUMBER = re.compile(r""""[^"]*"|\[\w+\]|(?<![=!]=\s)(?<![\w.])(?P<number>[1-9]\d*|0\.\d+)\b""")
 
 
 _PROGRESS_EVERY = 20
@@ -133,9 +147,10 @@ def mutate_expression(expression: str) -> Iterator[tuple[str, str]]:
         yield f"{match[1]} {number} dropped", replaced(match, "")
     for number, match in enumerate(_OVER_TIME.finditer(expression), 1):
         yield f"{match[1]}_over_time {number} dropped", replaced(match, match[2])
-    for number, match in enumerate(_NUMBER.finditer(expression), 1):
-        yield f"number {number} doubled ({match[0]})", replaced(match, str(float(match[0]) * 2))
-        yield f"number {number} halved ({match[0]})", replaced(match, str(float(match[0]) / 2))
+    numbers = [match for match in _NUMBER.finditer(expression) if match["number"]]
+    for number, match in enumerate(numbers, 1):
+        yield f"number {number} raised by 20 % ({match[0]})", replaced(match, f"{float(match[0]) * 1.2:g}")
+        yield f"number {number} lowered by 20 % ({match[0]})", replaced(match, f"{float(match[0]) * 0.8:g}")
 
 
 def mutants(rules: dict[str, Any]) -> Iterator[Mutant]:

@@ -445,7 +445,7 @@ def test_the_commands_of_the_services_work_together(tmp_path: Path) -> None:
             active = json.loads(_get(f"http://{prometheus}/api/v1/targets"))["data"]["activeTargets"]
             return {f"{one['scrapePool']} {one['discoveredLabels']['__address__']}" for one in active}
 
-        expected = {"tunewatch trainer:9470", "prometheus 127.0.0.1:9090"}
+        expected = {"tunewatch trainer:9470", "prometheus 127.0.0.1:9090", f"alertmanager {at}"}
         wait_for(lambda: targets() == expected, what="Prometheus finds the run and nothing else")
 
         known = json.loads(_get(f"http://{prometheus}/api/v1/alertmanagers"))["data"]["activeAlertmanagers"]
@@ -488,7 +488,7 @@ def test_the_inbox_names_a_wrong_address(tmp_path: Path, address: str) -> None:
 
 
 def test_own_receivers_and_changed_rules_are_taken_over(tmp_path: Path) -> None:
-    """What a user changes in prometheus/ takes effect; a rule file that is gone does not stay."""
+    """What a user changes in prometheus/ takes effect; a rule file or template that is gone does not stay."""
     source, folder = tmp_path / "prometheus", tmp_path / "config"
     shutil.copytree(ROOT / "prometheus", source)
     alertmanager = yaml.safe_load((source / "alertmanager.yml").read_text())
@@ -497,6 +497,7 @@ def test_own_receivers_and_changed_rules_are_taken_over(tmp_path: Path) -> None:
     alertmanager["receivers"] += [slack, own]
     (source / "alertmanager.yml").write_text(yaml.safe_dump(alertmanager))
     (source / "rules" / "own.yml").write_text("groups: []\n")
+    (source / "templates" / "own.tmpl").write_text('{{ define "own" }}{{ end }}\n')
 
     command = [sys.executable, "-m", "tunewatch.rules", str(folder), f"--source={source}", "--targets=/t"]
     command += [
@@ -509,17 +510,36 @@ def test_own_receivers_and_changed_rules_are_taken_over(tmp_path: Path) -> None:
         one["name"]: one for one in yaml.safe_load((folder / "alertmanager.yml").read_text())["receivers"]
     }
     assert (receivers["slack"], receivers["own"]) == (slack, own)
-    assert receivers["default"]["webhook_configs"][0]["url"] == "http://inbox:9095/alerts"
+    assert receivers["critical"]["webhook_configs"][0]["url"] == "http://inbox:9095/alerts"
+    for variant in ("alertmanager.yml", "alertmanager.slack.yml"):
+        _run([_binary("amtool"), "check-config", str(folder / variant)])
+    assert {path.name for path in (folder / "templates").iterdir()} == {"tunewatch.tmpl", "own.tmpl"}
     assert (folder / "rules" / "own.yml").read_text() == "groups: []\n"
     assert "http://127.0.0.1:3001/d/tunewatch-run" in (folder / "rules" / "alerts.yml").read_text()
 
     (source / "rules" / "own.yml").unlink()
+    (source / "templates" / "own.tmpl").unlink()
     _run(command)
-    assert {path.name for path in (folder / "rules").iterdir()} == {
-        path.name for path in (source / "rules").iterdir()
-    }
+    for name in ("rules", "templates"):
+        assert {path.name for path in (folder / name).iterdir()} == {
+            path.name for path in (source / name).iterdir()
+        }
     for path in folder.rglob("*"):
         assert path.stat().st_mode & 0o777 == (0o755 if path.is_dir() else 0o644), path
+
+
+def test_slack_needs_one_file_which_leaves_this_machine_only_for_slack() -> None:
+    (mount,) = [mount for mount in _mounts("alertmanager") if mount.is_folder]
+    slack = yaml.safe_load((ROOT / "prometheus" / "alertmanager.slack.yml").read_text())
+    assert Path(slack["global"]["slack_api_url_file"]) == Path(mount.target) / "slack_url"
+    assert not any(mount.source in (other.source, ".") for name in SERVICES if name != "alertmanager"
+                   for other in _mounts(name))  # fmt: skip
+
+    kept = (ROOT / mount.source / ".gitignore").read_text().splitlines()
+    assert [line for line in kept if not line.startswith("#")] == ["*", "!.gitignore"]
+    assert _is_ignored("secrets/slack_url"), "it reaches no image"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "/secrets" in project["tool"]["hatch"]["build"]["targets"]["sdist"]["exclude"]
 
 
 def test_a_wrong_address_writes_nothing(tmp_path: Path) -> None:

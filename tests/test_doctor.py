@@ -25,6 +25,7 @@ from tunewatch import stack as stack_module
 from tunewatch.doctor import VERDICT, Check, diagnose, exit_code, print_report
 from tunewatch.inbox import read_notifications
 from tunewatch.rules import render_rules
+from tunewatch.share import share_path
 from tunewatch.stack import Stack, fetch
 
 SCALE = 20.0
@@ -133,7 +134,7 @@ def test_the_test_alert_takes_the_route_of_a_critical_alert_and_is_ended(running
     assert running.inbox is not None
     assert by_name(diagnose(running.home, timeout=TIMEOUT))["Test alert"].ok
     sent = [n for n in read_notifications(running.inbox.file) if n.alerts[0].name == "TunewatchTest"]
-    assert sent[-1].receiver == "run-critical"
+    assert sent[-1].receiver == "critical"
     run_id = sent[-1].alerts[0].labels["run_id"]
 
     resolved = running.inbox.wait_for(
@@ -279,9 +280,26 @@ def test_somebody_elses_receiver_is_proved_by_the_counters(tmp_path: Path) -> No
     with receiver(200) as (url, _), Stack(tmp_path, time_scale=SCALE, receiver_url=url):
         found = by_name(diagnose(tmp_path, timeout=TIMEOUT))
     assert found["Test alert"].ok
-    assert "run-critical" in found["Test alert"].message
+    assert "receiver critical" in found["Test alert"].message
     assert "counter" in found["Test alert"].message, "it says what the proof is"
     assert found[VERDICT].message == "Yes: an alert about a run gets through to your receiver."
+
+
+@pytest.mark.slow
+def test_a_heartbeat_that_is_delivered_elsewhere_is_no_proof(tmp_path: Path) -> None:
+    """Slack refuses, while the watchdog's webhook takes everything."""
+    with receiver(500) as (slack, refused), receiver(200) as (url, taken):
+        own = tmp_path / "own.yml"
+        (tmp_path / "slack_url").write_text(slack)
+        shipped = share_path("prometheus", "alertmanager.slack.yml").read_text()
+        own.write_text(shipped.replace("/etc/alertmanager/secrets", str(tmp_path)))
+        with Stack(tmp_path, time_scale=SCALE, alertmanager_file=own, receiver_url=url) as stack:
+            beat = [{"labels": {"alertname": "TunewatchWatchdog", "severity": "none"}}]
+            fetch(f"{stack.alertmanager_url}/api/v2/alerts", body=json.dumps(beat).encode())
+            checks = diagnose(tmp_path, timeout=TIMEOUT)
+    test_alert = by_name(checks)["Test alert"]
+    assert test_alert.ok is False and "500" in test_alert.message
+    assert refused and taken
 
 
 def test_the_report_ends_with_the_verdict() -> None:

@@ -252,7 +252,17 @@ def test_a_named_port_that_is_taken_is_an_error(inbox: Inbox, tmp_path: Path) ->
         Inbox(tmp_path / "second.jsonl", port=inbox.port)
 
 
-def test_a_notification_reads_as_a_person_would_receive_it(inbox: Inbox) -> None:
+@pytest.fixture
+def in_tokyo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This machine stands nine hours east of Greenwich."""
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "Asia/Tokyo")
+        time.tzset()
+        yield
+    time.tzset()
+
+
+def test_a_notification_reads_as_a_person_would_receive_it(inbox: Inbox, in_tokyo: None) -> None:
     document = webhook(
         summary="Training makes no progress.",
         description="Run demo (r1) stands\nat step 12.\x1b[2J",
@@ -265,6 +275,29 @@ def test_a_notification_reads_as_a_person_would_receive_it(inbox: Inbox) -> None
         "  Training makes no progress.",
         "  Run demo (r1) stands",
         "  at step 12.?[2J",
+        "  since Fri 02 Jan 12:04:05 JST",
         "  runbook https://example.org/TunewatchRunStalled.md"
         "  dashboard http://127.0.0.1:3000/d/tunewatch-run?var-run_id=r1",
     ]
+
+
+def test_what_is_over_says_how_long_it_was_and_no_longer_what_to_do(inbox: Inbox) -> None:
+    document = webhook(status="resolved", summary="Training makes no progress.", description="Look at it.")
+    document["alerts"][0]["endsAt"] = "2026-01-02T04:16:05.123456789Z"
+    post(inbox, json.dumps(document).encode())
+    assert format_notification(inbox.notifications[0]).splitlines() == [
+        "[RESOLVED] critical  TunewatchRunStalled",
+        "  Training makes no progress.",
+        "  it lasted 1:12:00",
+    ]
+
+
+@pytest.mark.parametrize("begin", ["", "yesterday", "2026-01-02T03:04:05", "9999-99-99T00:00:00Z"])
+def test_a_time_that_is_none_is_left_out(inbox: Inbox, begin: str) -> None:
+    for status in ("resolved", "firing"):
+        document = webhook(status=status, summary="Training makes no progress.")
+        document["alerts"][0]["startsAt"] = begin
+        post(inbox, json.dumps(document).encode())
+    over, fires = (format_notification(notification).splitlines() for notification in inbox.notifications)
+    assert over == ["[RESOLVED] critical  TunewatchRunStalled", "  Training makes no progress."]
+    assert fires[:2] == ["[FIRING] critical  TunewatchRunStalled", "  Training makes no progress."]

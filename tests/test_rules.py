@@ -49,6 +49,25 @@ CORRECTIVE_WORDS = {
     "TunewatchGpuLost": ("stop what hangs", "xid in the kernel log", "reset", "reboot"),
     "TunewatchGpuSidecarBlind": ("nvidia-smi", "driver", "restart the sidecar"),
     "TunewatchGpuIdleWhileTraining": ("data loading", "disk", "cpu", "rank"),
+    "TunewatchGpuResetRequired": ("stop what uses it", "nvidia-smi --gpu-reset", "reboot"),
+    "TunewatchGpuResetDue": ("may go on", "reset the card before the next run"),
+    "TunewatchGpuRemapFailed": ("reset does not help", "another card", "replaced"),
+    "TunewatchGpuEccUncorrected": ("from a checkpoint of before", "reset the card", "replaced"),
+    "TunewatchGpuXidCritical": ("stop what hangs", "kernel log", "reset the card or reboot"),
+    "TunewatchGpuXidWarning": ("kernel log", "resume"),
+    "TunewatchGpuThrottled": ("fans", "air flow", "power supply"),
+    "TunewatchGpuHot": ("fans", "air flow", "power limit"),
+    "TunewatchGpuHang": ("before you stop it", "resume it from its last complete checkpoint"),
+    "TunewatchGpuBusyWithStrangers": ("nvidia-smi", "end or move them"),
+    "TunewatchGpuMemoryNearEnd": ("lower the batch size or max_length",),
+    "TunewatchProbeErrors": ("free space", "update tunewatch", "writes to its run folder"),
+    "TunewatchGpuReadingsStale": ("nvidia-smi", "lengthen --interval"),
+    "TunewatchNotificationsFailing": (
+        "mend the address, the secret or the network",
+        "look at the page of alerts",
+    ),
+    "TunewatchRuleFailures": ("page of rules", "mend the rule"),
+    "TunewatchConfigReloadFailed": ("promtool check config", "amtool check-config"),
 }
 
 USES_THE_GPU = {"TunewatchGpuIdleWhileTraining"}
@@ -139,8 +158,15 @@ def test_prometheus_config_names_the_other_places() -> None:
         "tunewatch-gpu": ["/srv/home/targets/gpu/*.json"],
         "tunewatch-serve": ["/srv/home/targets/serve/*.json"],
     }
-    (own,) = [job for job in config["scrape_configs"] if job["job_name"] == "prometheus"]
-    assert own["static_configs"] == [{"targets": ["127.0.0.1:19090"]}]
+    own = {
+        job["job_name"]: job["static_configs"]
+        for job in config["scrape_configs"]
+        if job["job_name"] not in files
+    }
+    assert own == {
+        "prometheus": [{"targets": ["127.0.0.1:19090"]}],
+        "alertmanager": [{"targets": ["127.0.0.1:19093"]}],
+    }
     assert config["global"] == {"scrape_interval": "500ms", "evaluation_interval": "500ms"}
 
 
@@ -211,7 +237,7 @@ def test_an_alert_about_a_gpu_is_about_a_run_or_keeps_its_machine() -> None:
     """Notifications are grouped by one or the other."""
     for name, alert in ALERTS.items():
         if name.startswith("TunewatchGpu"):
-            assert re.search(r"by \((run_id, uuid|job, instance(, uuid)?)\)", alert["expr"]), name
+            assert re.search(r"by \((run_id, uuid|job, instance(, uuid(, \w+)?)?)\)", alert["expr"]), name
 
 
 def test_every_alert_has_a_firing_case_and_its_text_checked() -> None:
@@ -232,6 +258,25 @@ def test_every_alert_has_a_firing_case_and_its_text_checked() -> None:
 
     assert described == set(ALERTS)
     assert firing == set(ALERTS) - {"TunewatchWatchdog"}
+
+
+def test_a_healthy_machine_has_every_series_that_an_alert_looks_at() -> None:
+    """Else its silence in the case "nothing fires" would say nothing about the alert."""
+    (case,) = _load(ROOT / "prometheus" / "tests" / "healthy_test.yml")["tests"]
+    there = {series["series"].partition("{")[0] for series in case["input_series"]}
+    recorded = {rule["record"] for rule in _rules() if "record" in rule}
+
+    names = {
+        name
+        for alert in ALERTS.values()
+        for name in re.findall(
+            r"\b(?:\w+:)*(?:tunewatch|prometheus|alertmanager)_\w+(?::\w+)*", alert["expr"]
+        )
+    }
+    # What tells of the end of a run is not there while it lives.
+    ended = {"run_state_reason:tunewatch_run_end_info:last_seen"}
+    jobs = {"tunewatch_gpu", "tunewatch_serve"}
+    assert names - there - (recorded - ended) - ended - jobs == set()
 
 
 def test_every_verdict_that_changes_the_health_reaches_somebody() -> None:
@@ -373,7 +418,19 @@ def _seconds(duration: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["vanished_test.yml", "ended_test.yml", "nonfinite_test.yml", "gpu_test.yml", "gpu_idle_test.yml"]
+    "name",
+    [
+        "vanished_test.yml",
+        "ended_test.yml",
+        "nonfinite_test.yml",
+        "gpu_test.yml",
+        "gpu_idle_test.yml",
+        "gpu_reset_test.yml",
+        "gpu_hot_test.yml",
+        "gpu_strangers_test.yml",
+        "readings_stale_test.yml",
+        "delivery_test.yml",
+    ],
 )
 def test_rules_in_fast_time_do_the_same_in_less_time(tmp_path: Path, name: str) -> None:
     """The same samples 3 s instead of 15 s apart, each assertion at a fifth of its time.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import psutil
 import pytest
@@ -126,12 +127,25 @@ def test_what_is_announced_in_the_folder_is_scraped(tmp_path: Path) -> None:
         assert json.loads(file.read_text()) == [{"targets": [address], "labels": {}}]
         assert file.parent == tmp_path / "targets" / "gpu"
 
-        def job() -> str | None:
+        def jobs() -> set[str]:
             active = json.loads(fetch(f"{stack.prometheus_url}/api/v1/targets"))["data"]["activeTargets"]
             up = [t for t in active if t["labels"]["instance"] == address and t["health"] == "up"]
-            return up[0]["labels"]["job"] if up else None
+            return {t["labels"]["job"] for t in up}
 
-        assert wait_until(job, "the target is scraped") == "tunewatch-gpu"
+        wait_until(lambda: "tunewatch-gpu" in jobs(), "the target is scraped")
+
+        # What the alerts on the monitoring itself look at, in the servers' own spelling.
+        own = (
+            "prometheus_notifications_(errors|dropped)_total|prometheus_rule_evaluation_failures_total|"
+            "alertmanager_notifications_failed_total|(prometheus|alertmanager)_config_last_reload_successful"
+        )
+        query = f'count by (job) (count by (job, __name__) ({{__name__=~"{own}", job=~"prometheus|alertmanager"}}))'
+
+        def seen() -> dict[str, str]:
+            url = f"{stack.prometheus_url}/api/v1/query?{urlencode({'query': query})}"
+            return {one["metric"]["job"]: one["value"][1] for one in json.loads(fetch(url))["data"]["result"]}
+
+        wait_until(lambda: seen() == {"prometheus": "4", "alertmanager": "2"}, "both servers are scraped")
         assert stack.inbox is None
         assert stack.info.notifications_file is None
         assert list((tmp_path / "targets" / "gpu").iterdir()) == [file], "no temporary file is left"

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -126,7 +127,11 @@ def format_notification(notification: Notification) -> str:
 
 def _format_alert(alert: Alert) -> str:
     lines = [f"[{alert.status.upper()}] {alert.labels.get('severity', 'none'):<9} {alert.name}"]
-    lines += [alert.annotations[key] for key in ("summary", "description") if alert.annotations.get(key)]
+    # What was the matter, and what to do about it, would mislead once it is over.
+    told = ("summary",) if alert.status == "resolved" else ("summary", "description")
+    lines += [alert.annotations[key] for key in told if alert.annotations.get(key)]
+    if when := _when(alert):
+        lines.append(when)
     links = [
         f"{word} {alert.annotations[key]}"
         for word, key in (("runbook", "runbook_url"), ("dashboard", "dashboard_url"))
@@ -138,6 +143,17 @@ def _format_alert(alert: Alert) -> str:
     texts = [line for text in lines for line in text.splitlines()]
     printable = ["".join(sign if sign.isprintable() else "?" for sign in text.strip()) for text in texts]
     return "\n  ".join(text for text in printable if text)
+
+
+def _when(alert: Alert) -> str | None:
+    """Since when it fires, in this machine's time zone, or how long it lasted; None where its times are none."""
+    try:
+        start, end = (datetime.fromisoformat(text) for text in (alert.starts_at, alert.ends_at))
+        if alert.status == "resolved":
+            return f"it lasted {timedelta(seconds=round((end - start).total_seconds()))}"
+        return f"since {start.astimezone():%a %d %b %H:%M:%S %Z}"
+    except (ValueError, TypeError, OverflowError):
+        return None
 
 
 def read_notifications(path: Path) -> Iterator[Notification]:

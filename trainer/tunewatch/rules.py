@@ -78,26 +78,34 @@ def write_configuration(
     runbook_url: str | None = None,
     source: Path | None = None,
 ) -> None:
-    """Writes prometheus.yml, alertmanager.yml and rules/ to `folder`, readable by everybody.
+    """Writes prometheus.yml, rules/, alertmanager.yml, its variants (alertmanager.slack.yml) and templates/ to
+    `folder`, readable by everybody.
 
-    The arguments are those of `prometheus_config`, `alertmanager_config` and `render_rules`. Rule files that are
-    no longer there leave `folder`, too. Raises ValueError for a wrong address, before anything is written.
+    The arguments are those of `prometheus_config`, `alertmanager_config` and `render_rules`. Rules and templates
+    that are no longer there leave `folder`, too. Raises ValueError for a wrong address, before anything is written.
     """
-    rules = render_rules(grafana_url, runbook_url, source=source)
-    configs = {
+    texts = {
         "prometheus.yml": prometheus_config(
             rules_dir=folder.absolute() / "rules",
             targets_dir=targets_dir,
             alertmanager=alertmanager,
             source=source,
         ),
-        "alertmanager.yml": alertmanager_config(webhook_url=webhook_url, source=source),
+        **{
+            file.name: alertmanager_config(webhook_url=webhook_url, file=file)
+            for file in (source or share_path("prometheus")).glob("alertmanager*.yml")
+        },
+        **{
+            f"rules/{name}": text
+            for name, text in render_rules(grafana_url, runbook_url, source=source).items()
+        },
+        **{f"templates/{name}": text for name, text in notification_templates(source).items()},
     }
-    rules_dir = folder / "rules"
-    shutil.rmtree(rules_dir, ignore_errors=True)
-    rules_dir.mkdir(parents=True)
-    rules_dir.chmod(0o755)
-    for name, text in (configs | {f"rules/{name}": text for name, text in rules.items()}).items():
+    for name in ("rules", "templates"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / name).mkdir(parents=True)
+        (folder / name).chmod(0o755)
+    for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
         (folder / name).chmod(0o644)
 
@@ -146,7 +154,7 @@ def prometheus_config(
     """The shipped prometheus.yml as YAML text, for files and servers at other places.
 
     `rules_dir` holds what `render_rules` gives; `targets_dir` is `$TUNEWATCH_HOME/targets`, with `gpu/` and
-    `serve/` below it. `alertmanager` and `prometheus` (which scrapes itself) are `host:port`.
+    `serve/` below it. `alertmanager` and `prometheus` are `host:port`: it sends alerts to the first, and scrapes both.
     `source` is as in `render_rules`.
     """
     config = yaml.safe_load(_source(source, "prometheus.yml").read_text(encoding="utf-8"))
@@ -157,25 +165,38 @@ def prometheus_config(
             discovery["files"] = [
                 str(targets_dir / Path(pattern).relative_to("targets")) for pattern in discovery["files"]
             ]
-        if job["job_name"] == "prometheus":
-            job["static_configs"] = [{"targets": [prometheus]}]
+        if own := {"prometheus": prometheus, "alertmanager": alertmanager}.get(job["job_name"]):
+            job["static_configs"] = [{"targets": [own]}]
     return _dump(scale_durations(config, time_scale))
 
 
-def alertmanager_config(*, webhook_url: str, time_scale: float = 1.0, source: Path | None = None) -> str:
-    """The shipped alertmanager.yml as YAML text, posting to another webhook.
+def alertmanager_config(*, webhook_url: str, time_scale: float = 1.0, file: Path | None = None) -> str:
+    """The shipped alertmanager.yml, or `file` instead, as YAML text that posts to another webhook.
 
     `webhook_url` is the address before the paths: alerts go to `<webhook_url>/alerts`, the heartbeat to
-    `<webhook_url>/watchdog`. Receivers at other addresses, which somebody added, stay. `source` is as in
-    `render_rules`. Raises ValueError when `webhook_url` is not an http or https URL.
+    `<webhook_url>/watchdog`. Receivers at other addresses, which somebody added, stay. The text names its
+    templates (`notification_templates`) as templates/ beside it.
+    Raises ValueError when `webhook_url` is not an http or https URL, or `file` no configuration of Alertmanager.
     """
     base = _base_url("webhook_url", webhook_url)
-    config = yaml.safe_load(_source(source, "alertmanager.yml").read_text(encoding="utf-8"))
-    for receiver in config["receivers"]:
+    path = share_path("prometheus", "alertmanager.yml") if file is None else file
+    try:
+        config = scale_durations(yaml.safe_load(path.read_text(encoding="utf-8")), time_scale)
+        receivers = config["receivers"]
+    except (OSError, yaml.YAMLError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is not a configuration of Alertmanager: {error}") from None
+    for receiver in receivers:
         for webhook in receiver.get("webhook_configs", ()):
             if webhook.get("url", "").startswith(f"{WEBHOOK_URL}/"):
                 webhook["url"] = base + webhook["url"].removeprefix(WEBHOOK_URL)
-    return _dump(scale_durations(config, time_scale))
+    return _dump(config)
+
+
+def notification_templates(source: Path | None = None) -> dict[str, str]:
+    """The texts of notifications as Alertmanager's templates, by file name. `source` is as in `render_rules`."""
+    return {
+        path.name: path.read_text(encoding="utf-8") for path in _source(source, "templates").glob("*.tmpl")
+    }
 
 
 def scale_durations(document: Any, factor: float) -> Any:

@@ -34,7 +34,14 @@ from rich.console import Console
 from tunewatch.binaries import BinaryMissing, find_binary, installed_binary
 from tunewatch.inbox import Inbox, Notification, format_notification
 from tunewatch.lifeline import die_with_parent
-from tunewatch.rules import GRAFANA_URL, WEBHOOK_URL, alertmanager_config, prometheus_config, render_rules
+from tunewatch.rules import (
+    GRAFANA_URL,
+    WEBHOOK_URL,
+    alertmanager_config,
+    notification_templates,
+    prometheus_config,
+    render_rules,
+)
 from tunewatch.runfolder import write_json
 from tunewatch.share import share_path
 
@@ -64,7 +71,7 @@ class StackInfo:
     """Where a running stack can be found: `<home>/stack/stack.json`.
 
     `processes` maps a program's name to its pid and start time (Unix seconds), together a process' identity.
-    `notifications_file` is the inbox' file, None when notifications go to somebody else's receiver.
+    `notifications_file` is the inbox' file, None when notifications go to somebody else's receivers.
     """
 
     pid: int
@@ -152,10 +159,12 @@ class Stack:
     `time_scale` N divides every interval and waiting time of the shipped rules by N. Ports default to 9090
     and 9093 or the next free ones; one that is named must be free. Notifications go to `inbox`, else to
     `receiver_url` (Alertmanager's webhooks are posted to /alerts and /watchdog below it), else to an inbox of
-    the stack's own, which passes each on to `on_notification`. `sidecar` starts the GPU sidecar with that backend.
-    `retention` is how long Prometheus keeps
+    the stack's own, which passes each on to `on_notification`. `alertmanager_file` replaces the shipped routes and
+    receivers (a copy of alertmanager.slack.yml, for example, with the templates/ beside it, else the shipped ones);
+    only what it posts to the address of the shipped webhooks still goes to the inbox or to `receiver_url`.
+    `sidecar` starts the GPU sidecar with that backend. `retention` is how long Prometheus keeps
     samples, in its own spelling ("30d"). `report` is told what takes long. `notes` says what was left out.
-    Raises ValueError for a wrong address or time scale.
+    Raises ValueError for a wrong address, time scale or `alertmanager_file`.
 
     The thread that calls `start` must live as long as the stack: Linux ends the children with it.
     """
@@ -169,6 +178,7 @@ class Stack:
         alertmanager_port: int | None = None,
         inbox: Inbox | None = None,
         receiver_url: str | None = None,
+        alertmanager_file: Path | None = None,
         grafana_url: str | None = None,
         runbook_url: str | None = None,
         retention: str = "30d",
@@ -181,11 +191,14 @@ class Stack:
             raise ValueError("notifications go to an inbox or to a receiver_url, not to both")
         # A wrong address or factor is told here, before anything is started.
         render_rules(grafana_url, runbook_url, time_scale)
-        alertmanager_config(webhook_url=receiver_url or WEBHOOK_URL, time_scale=time_scale)
+        alertmanager_config(
+            webhook_url=receiver_url or WEBHOOK_URL, time_scale=time_scale, file=alertmanager_file
+        )
         self.home = home.absolute()
         self.folder = self.home / "stack"
         self.targets = self.home / "targets"
         self.inbox = inbox
+        self.alertmanager_file = alertmanager_file
         self.notes: list[str] = []
         self._time_scale = time_scale
         self._named_ports = {"prometheus": prometheus_port, "alertmanager": alertmanager_port}
@@ -312,14 +325,14 @@ class Stack:
         if self._sidecar_backend:
             self._sidecar(self._sidecar_backend)
 
-        own = self._services.get("grafana")
+        own, inbox = self._services.get("grafana"), self.inbox
         self._info = StackInfo(
             pid=os.getpid(),
             prometheus_url=prometheus.url,
             alertmanager_url=alertmanager.url,
             grafana_url=own.url if own else self._grafana_url,
             receiver_url=receiver,
-            notifications_file=self.inbox.file.absolute() if self.inbox else None,
+            notifications_file=inbox.file.absolute() if inbox and not self.alertmanager_file else None,
             time_scale=self._time_scale,
             processes={
                 name: (pid, psutil.Process(pid).create_time())
@@ -333,7 +346,10 @@ class Stack:
 
     def _alertmanager(self, program: Path, receiver: str) -> _Service:
         config = self.folder / "alertmanager.yml"
-        _write(config, alertmanager_config(webhook_url=receiver, time_scale=self._time_scale))
+        file = self.alertmanager_file
+        _write(config, alertmanager_config(webhook_url=receiver, time_scale=self._time_scale, file=file))
+        beside = file.parent if file is not None and (file.parent / "templates").is_dir() else None
+        self._write_folder("templates", notification_templates(beside))
         return self._launch(
             "alertmanager",
             ALERTMANAGER_PORT,
@@ -348,11 +364,9 @@ class Stack:
         )
 
     def _prometheus(self, program: Path, alertmanager_url: str, grafana_url: str) -> _Service:
-        rules = self.folder / "rules"
-        shutil.rmtree(rules, ignore_errors=True)  # a rule file that is no longer shipped must not stay loaded
-        rules.mkdir()
-        for name, text in render_rules(grafana_url, self._runbook_url, time_scale=self._time_scale).items():
-            _write(rules / name, text)
+        rules = self._write_folder(
+            "rules", render_rules(grafana_url, self._runbook_url, time_scale=self._time_scale)
+        )
         # Prometheus repeats a firing alert only so often, and Alertmanager holds it for ended after four
         # times that: a shorter delay than the minimum would end alerts whenever the machine is busy.
         resend_delay = max(_RESEND_DELAY / self._time_scale, _SHORTEST_RESEND_DELAY)
@@ -379,6 +393,15 @@ class Stack:
             ]
 
         return self._launch("prometheus", PROMETHEUS_PORT, command)
+
+    def _write_folder(self, name: str, texts: Mapping[str, str]) -> Path:
+        folder = self.folder / name
+        # A rule file that is no longer shipped must not stay loaded.
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        for file_name, text in texts.items():
+            _write(folder / file_name, text)
+        return folder
 
     def _grafana_program(self) -> Path | None:
         """Grafana, when there is one and something to show in it; else a note says what is missing."""
@@ -523,6 +546,7 @@ def run_stack(
     prometheus_port: int | None = None,
     alertmanager_port: int | None = None,
     receiver_url: str | None = None,
+    alertmanager_file: Path | None = None,
     grafana_url: str | None = None,
     retention: str = "30d",
     sidecar: Literal["auto", "simulated"] | None = None,
@@ -553,6 +577,7 @@ def run_stack(
         prometheus_port=prometheus_port,
         alertmanager_port=alertmanager_port,
         receiver_url=receiver_url,
+        alertmanager_file=alertmanager_file,
         grafana_url=grafana_url,
         retention=retention,
         sidecar=sidecar,
@@ -580,9 +605,10 @@ def run_stack(
 
 def _welcome(stack: Stack) -> str:
     info = stack.info
-    saved = (
-        f"shown here and saved in {info.notifications_file}" if info.notifications_file else info.receiver_url
-    )
+    if info.notifications_file:
+        saved = f"shown here and saved in {info.notifications_file}"
+    else:
+        saved = f"as {stack.alertmanager_file} says" if stack.alertmanager_file else info.receiver_url
     lines = [
         f"Prometheus     {info.prometheus_url}",
         f"Alertmanager   {info.alertmanager_url}",
