@@ -4,8 +4,8 @@
 
 Writes the files into a temporary folder: trainer_state.json with the keys of a plain SFT (loss, grad_norm,
 learning_rate, epoch, step) and evaluations, trainer_log.jsonl of LLaMA-Factory, console output with progress bars,
-our events.jsonl. One call of `tunewatch replay FOLDER` reads all files of one form. --profile names the functions that
-cost most. --large reads one trainer_state.json of 1 GiB.
+our events.jsonl, event files of TensorBoard. One call of `tunewatch replay FOLDER` reads all files of one form.
+--profile names the functions that cost most. --large reads one trainer_state.json of 1 GiB.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import pstats
 import random
 import resource
+import struct
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from tunewatch.replay.tensorboard import masked_crc
 
 Entry = dict[str, Any]
 
@@ -89,8 +92,34 @@ def events(file: Any, logs: Iterator[Entry]) -> None:
         file.write(json.dumps({**line, "values": entry, "nonfinite": {}, "tokens_seen": step * 1000}) + "\n")
 
 
+def tensorboard(file: Any, logs: Iterator[Entry]) -> None:
+    """As transformers writes it with torch: a record for each number."""
+
+    def record(data: bytes) -> bytes:
+        length = struct.pack("<Q", len(data))
+        return (
+            length + struct.pack("<I", masked_crc(length)) + data + bytes(4)
+        )  # replay does not compare the last sum
+
+    def field(number: int, data: bytes) -> bytes:
+        return bytes([number << 3 | 2, len(data)]) + data
+
+    def varint(value: int) -> bytes:
+        return (bytes([value & 127 | 128]) + varint(value >> 7)) if value > 127 else bytes([value])
+
+    out = file.buffer
+    for number, entry in enumerate(logs):
+        step, group = entry.pop("step"), "eval" if "eval_loss" in entry else "train"
+        head = b"\x09" + struct.pack("<d", 1.7e9 + number) + b"\x10" + varint(step)
+        for key, value in sorted(entry.items(), key=lambda item: item[0] == "epoch"):
+            tag = f"train/{key}" if key == "epoch" else f"{group}/{key.removeprefix('eval_')}"
+            scalar = field(1, tag.encode()) + b"\x15" + struct.pack("<f", value)
+            out.write(record(head + field(5, field(1, scalar))))
+
+
 FORMS: dict[str, Callable[[Any, Iterator[Entry]], None]] = {
     "trainer_state": trainer_state, "trainer_log": trainer_log, "console": console, "events": events,
+    "tensorboard": tensorboard,
 }  # fmt: skip
 
 

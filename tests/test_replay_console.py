@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -17,7 +18,7 @@ def runs(text: str, piece: int = 1 << 20) -> list[list[dict[str, Any]]]:
     for event in console_events((text[at : at + piece] for at in range(0, len(text), piece)), Notes()):
         if event is NEXT_RUN:
             found.append([])
-        else:
+        elif event["event"] == "log":
             found[-1].append(event)
     return found
 
@@ -59,18 +60,86 @@ def tqdm_write(text: str, done: int, total: int) -> str:
         ("{'train/loss': 1.5, 'eval/loss': 2.5}", {"loss": 1.5, "eval_loss": 2.5}),
         ("\x1b[32m{'loss'\x1b[0m: 1.5, \x1b[1;31m'epoch': 0.5}\x1b[0m", {"loss": 1.5, "epoch": 0.5}),
         ("2024-12-08 01:10:34 INFO [rank0] trainer >> {'loss': 1.5} # {'a': 1}", {"loss": 1.5}),
+        ("01:10:34.123 | INFO     | __main__:log:10 - {'loss': 1.5}", {"loss": 1.5}),
+        ("{'loss': 2, 'epoch': 1}", {"loss": 2.0, "epoch": 1.0}),
+        ("{'loss': '2', 'a': '1_0', 'b': 'x'}", {"loss": 2.0}),
+        ("{'loss': '2', 'a': '1_0'}", {"loss": 2.0}),
+        ("{'loss': '2', 'a': '1_0', 'b': \"it's\", 'c': [1.5], 'd': '7/9'}", {"loss": 2.0, "d": 7.0}),
+        ('{"loss": 1.5, "note": "a, b: {}", "epoch": null}', {"loss": 1.5}),
+        ("{'loss': +1.5, 'a': .5, 'b': 1e400}", {"loss": 1.5, "a": 0.5, "b": math.inf}),
+        ("{'loss': Decimal('0.5'), 'a': Array(2.0, dtype=float32)}", {"loss": 0.5, "a": 2.0}),
+        ("{'loss': 1.5, 'lr': 1.25e-\n05,\n 'ep\noch': 0.5}", {"loss": 1.5, "lr": 1.25e-5, "epoch": 0.5}),
+        ("{\n  'loss': 1.5,\n  'epoch': 0.5\n}\n", {"loss": 1.5, "epoch": 0.5}),
+        ("{'loss': 1.5, 'epoch': 0.5}\r\n", {"loss": 1.5, "epoch": 0.5}),
     ],
 )  # fmt: skip
 def test_reads_a_dict_as_it_was_printed(text: str, expected: dict[str, float]) -> None:
     assert values(text) == [expected]
 
 
-def test_numbers_that_are_none_stay_what_they_are() -> None:
-    (found,) = values(
-        "{'loss': nan, 'grad_norm': 'nan', 'a': inf, 'b': '-inf', 'c': tensor(nan, device='cuda:0')}"
+@pytest.mark.parametrize(
+    ("spelled", "value"),
+    [
+        ("nan", math.nan), ("NaN", math.nan), ("NAN", math.nan), ("-nan", math.nan), ("np.nan", math.nan),
+        ("'nan'", math.nan), ("'NaN'", math.nan), ("tensor(nan, device='cuda:0')", math.nan),
+        ("np.float32(nan)", math.nan), ("float('nan')", math.nan), ("inf", math.inf), ("Infinity", math.inf),
+        ("'inf'", math.inf), ("INF", math.inf), ("-inf", -math.inf), ("'-inf'", -math.inf), ("-Infinity", -math.inf),
+    ],
+)  # fmt: skip
+def test_numbers_that_are_none_stay_what_they_are(spelled: str, value: float) -> None:
+    (found,) = values(f"{{'loss': {spelled}, 'epoch': 0.5}}")
+    assert found["epoch"] == 0.5
+    assert found["loss"] == value or (math.isnan(value) and math.isnan(found["loss"]))
+
+
+def test_two_dicts_in_one_line_are_two_logs() -> None:
+    assert values("{'loss': 1.5, 'epoch': 0.1} {'loss': 1.25, 'epoch': 0.2}\n") == [
+        {"loss": 1.5, "epoch": 0.1}, {"loss": 1.25, "epoch": 0.2},
+    ]  # fmt: skip
+
+
+def test_of_several_ranks_the_first_one_counts() -> None:
+    text = "".join(
+        f"[rank{rank}]: {{'loss': {loss + rank / 10}, 'epoch': {epoch}}}\n"
+        for loss, epoch in ((3.0, 0.1), (2.0, 0.2))
+        for rank in (1, 0)
     )
-    assert all(math.isnan(found[key]) for key in ("loss", "grad_norm", "c"))
-    assert (found["a"], found["b"]) == (math.inf, -math.inf)
+    assert [found["loss"] for found in values(text)] == [3.1, 2.1]
+    assert [found["loss"] for found in values(text.replace("[rank", "[default"))] == [3.1, 2.1]
+
+
+def test_a_dict_of_one_rank_that_another_breaks_off_costs_only_itself() -> None:
+    text = "[rank0]: {'loss': 3.0, 'grad_[rank1]: {'loss': 2.5, 'epoch': 0.1}\n[rank1]: {'loss': 2.0, 'epoch': 0.2}\n"
+    assert [found["loss"] for found in values(text)] == [2.5, 2.0]
+
+
+def test_the_output_of_a_notebook_is_read() -> None:
+    line = "{'loss': 1.5, 'learning_rate': 1e-05, 'epoch': 0.5}"
+    text = json.dumps(
+        {"cells": [{"outputs": [{"text": [f"{line}\n", "\r 50%|█  | 5/10 [00:01<00:01]\n"]}]}]}, indent=1
+    )
+    assert values(text) == [{"loss": 1.5, "learning_rate": 1e-5, "epoch": 0.5}]
+
+
+def begins(text: str) -> list[dict[str, Any]]:
+    return [event for event in console_events(iter([text]), Notes()) if event["event"] == "train_begin"]
+
+
+def test_what_the_output_says_of_a_training_is_known_to_the_detectors() -> None:
+    text = (
+        "***** Running training *****\n  Num examples = 64\n  Num Epochs = 2\n  Gradient Accumulation steps = 4\n"
+        "  Total optimization steps = 1,000\n  Number of trainable parameters = 0\n{'loss': 1.5, 'epoch': 0.5}\n"
+    )
+    assert begins(text) == [
+        {
+            "event": "train_begin", "max_steps": 1000, "num_train_epochs": 2, "trainable_parameters": 0,
+            "effective": {"gradient_accumulation_steps": 4},
+        }
+    ]  # fmt: skip
+    unsloth = "Num examples = 1,000 | Num Epochs = 1 | Total steps = 60\n{'loss': 1.5}\n"
+    assert [begin["max_steps"] for begin in begins(unsloth)] == [60]
+    assert [begin["max_steps"] for begin in begins(bar(9, 40) + tqdm_write("{'loss': 1.5}", 10, 40))] == [40]
+    assert begins("{'loss': 1.5}\n") == []
 
 
 @pytest.mark.parametrize(

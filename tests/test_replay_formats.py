@@ -16,7 +16,7 @@ from tunewatch.replay import Report, replay
 from tunewatch.replay.history import entries_of_list
 from tunewatch.replay.pieces import MAX_LINE, lines
 from tunewatch.replay.runs import Notes
-from tunewatch.replay.tensorboard import masked_crc
+from tunewatch.replay.tensorboard import masked_crc, tensorboard_events
 
 Entry = dict[str, Any]
 
@@ -371,3 +371,100 @@ def test_an_empty_history_is_unknown(text: str, tmp_path: Path) -> None:
 def test_other_encodings_with_a_mark_are_read(encoding: str, tmp_path: Path) -> None:
     found = report(written(tmp_path / "a", trainer_state(overfitting_then_nan()), encoding))
     assert signals(found) == EXPECTED
+
+
+def zeros_at_the_end() -> list[Entry]:
+    """A learning rate that is 0 in the last four of a hundred logs, step by step."""
+    return [
+        {"loss": 3.0 - step / 100, "learning_rate": 0.0 if step > 96 else 1e-4, "step": 10 * step}
+        for step in range(1, 101)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "expected"),
+    [(None, {"lr_zero": 990}), (1000, {}), (980, {}), (100_000, {"lr_zero": 990})],
+)
+def test_the_length_behind_the_history_tells_the_end_of_a_schedule(
+    max_steps: int | None, expected: dict[str, int], tmp_path: Path
+) -> None:
+    """In the last 2 % of the steps a learning rate of 0 is usual; three of them elsewhere are not."""
+    state: dict[str, Any] = {"best_metric": None, "log_history": zeros_at_the_end()}
+    if max_steps is not None:
+        state |= {
+            "logging_steps": 10,
+            "max_steps": max_steps,
+            "num_train_epochs": 1,
+            "stateful_callbacks": {"a": [1]},
+        }
+    path = written(tmp_path / "a", json.dumps(state, indent=2))
+    assert signals(report(path)) == expected
+
+
+def test_the_length_in_a_training_log_is_known_too(tmp_path: Path) -> None:
+    entries = [
+        {
+            "current_steps": entry["step"],
+            "total_steps": 970,
+            "loss": entry["loss"],
+            "lr": entry["learning_rate"],
+        }
+        for entry in zeros_at_the_end()
+    ]
+    assert (
+        signals(report(written(tmp_path / "a", "".join(json.dumps(entry) + "\n" for entry in entries)))) == {}
+    )
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda line: {"log": line + "\n", "stream": "stderr", "time": "2026-01-01T00:00:00Z"},
+        lambda line: {"message": f"INFO {line}", "level": "info"},
+        lambda line: {"text": line + "\n", "record": {"level": {"name": "INFO"}}},
+        lambda line: {"event": line, "level": "info", "timestamp": "2026-01-01"},
+    ],
+)
+def test_output_that_a_logger_or_a_container_wrapped_in_json_is_read(
+    wrap: Callable[[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    output = ["starting", "{'loss': 1.5, 'epoch': 0.5}", "{'loss': 1.25, 'epoch': 1.0}"]
+    path = written(tmp_path / "a", "".join(json.dumps(wrap(line)) + "\n" for line in output))
+    assert (report(path).format, counts(report(path))) == ("console", (2, 2, 0, 2))
+
+
+def test_what_is_remembered_of_one_record_is_not_taken_for_another(tmp_path: Path) -> None:
+    """Records of one tag differ in the last bytes only, unless another field comes last, or there are two numbers."""
+
+    def backwards(tag: str, value: float) -> bytes:
+        return varint(2 << 3 | 5) + struct.pack("<f", value) + block(1, tag.encode())
+
+    written_as = [
+        [simple("train/loss", 4.0), simple("train/grad_norm", 0.5)],
+        [simple("train/loss", 3.0), simple("train/grad_norm", 0.25)],
+        [backwards("train/loss", 2.0)],
+        [backwards("train/loss", 1.5)],
+        [simple("train/loss", 1.0)],
+        [simple("train/loss", 0.5)],
+        [simple("train/loss", 0.25) + block(7, b"\x15name")],
+        [simple("train/loss", 0.25) + block(7, b"\x15name")],
+    ]
+    path = tmp_path / "events.out.tfevents.1"
+    path.write_bytes(b"".join(record(event(step, *values)) for step, values in enumerate(written_as, 300)))
+    with path.open("rb") as file:
+        found = [(log["step"], log["values"]) for log in tensorboard_events([file], Notes())]
+    assert found == [
+        (300, {"loss": 4.0, "grad_norm": 0.5}), (301, {"loss": 3.0, "grad_norm": 0.25}), (302, {"loss": 2.0}),
+        (303, {"loss": 1.5}), (304, {"loss": 1.0}), (305, {"loss": 0.5}), (306, {"loss": 0.25}), (307, {"loss": 0.25}),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("piece", [1, 40, 1000])
+def test_pieces_of_an_event_file_make_no_difference(
+    piece: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "events.out.tfevents.1"
+    path.write_bytes(event_file(overfitting_then_nan()))
+    whole = report(path)
+    monkeypatch.setattr("tunewatch.replay.tensorboard.PIECE", piece)
+    assert report(path) == whole and counts(whole) == (14, 10, 4, 100)

@@ -27,11 +27,15 @@ def checked(event: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _whole(value: Any) -> int | None:
+    if type(value) is int and 0 <= value < 2**53:
+        return value
     number = _number(value)
     return None if number is None or not 0 <= number < 2**53 else int(number)
 
 
 def _number(value: Any) -> float | int | None:
+    if type(value) is float and value - value == 0.0:  # finite: a replay checks millions of them
+        return value
     number = as_number(value)
     return number if number is not None and math.isfinite(number) else None
 
@@ -67,6 +71,11 @@ def _scalars(value: Any) -> dict[str, Any] | None:
 def _numbers(value: Any) -> dict[str, float | int] | None:
     if not isinstance(value, dict):
         return None
+    for name, item in value.items():
+        if type(item) is not float or item - item != 0.0 or type(name) is not str:
+            break
+    else:
+        return value
     numbers = {name: _number(item) for name, item in value.items() if isinstance(name, str)}
     return {name: number for name, number in numbers.items() if number is not None}
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tunewatch.health.reading import finite, whole
-from tunewatch.probe.values import as_number
+from tunewatch.probe.values import MAX_KEY_LENGTH, as_number
 
 MAX_KEYS = 4096
 """Keys whose spelling is remembered."""
@@ -44,9 +44,15 @@ class Steps:
         self._count = 0
 
     def of(
-        self, entry: Mapping[str, Any], *, train: bool, bar: int | None = None, per_epoch: float | None = None
+        self,
+        entry: Mapping[str, Any],
+        logged: int | None,
+        *,
+        train: bool,
+        bar: int | None = None,
+        per_epoch: float | None = None,
     ) -> int | None:
-        logged = logged_step(entry)
+        """The step of one log; `logged` is what `logged_step` says of it."""
         if logged is not None:
             self.source, self._last = "logged", logged
             return logged
@@ -71,15 +77,16 @@ class Steps:
 
 def logged_step(entry: Mapping[str, Any]) -> int | None:
     """The step that the entry itself names."""
-    step = entry.get("step")
-    if type(step) is int and 0 <= step < MAX_STEP:
-        return step
     for key in STEP_KEYS:
         value = entry.get(key)
-        if value is not None:
+        if value is None:
+            continue
+        if type(value) is int:
+            step: int | None = value
+        else:
             step = whole(value.partition("/")[0] if isinstance(value, str) else value)
-            if step is not None and 0 <= step < MAX_STEP:
-                return step
+        if step is not None and 0 <= step < MAX_STEP:
+            return step
     return None
 
 
@@ -88,6 +95,9 @@ class Entries:
 
     def __init__(self) -> None:
         self._plain: set[str] = set()
+        """Keys that are spelled as the detectors know them."""
+        self._names: dict[str, str] = {}
+        """The others, and what they mean."""
 
     def values(self, entry: dict[str, Any]) -> dict[str, Any]:
         """The entry with the keys that the detectors know. What has two spellings keeps the first."""
@@ -95,26 +105,49 @@ class Entries:
             return entry
         renamed: dict[str, Any] = {}
         for key, value in entry.items():
-            name = plain_key(key) if isinstance(key, str) else str(key)
-            if name == key and len(self._plain) < MAX_KEYS:
-                self._plain.add(name)
-            renamed.setdefault(name, value)
+            renamed.setdefault(self._names.get(key) or self._name(key), value)
         return renamed
 
+    def _name(self, key: Any) -> str:
+        if not isinstance(key, str):
+            return str(key)
+        name = plain_key(key)
+        if len(self._names) < MAX_KEYS and len(key) <= MAX_KEY_LENGTH:
+            self._names[key] = name
+            if name == key:
+                self._plain.add(key)
+        return name
 
-def log_event(values: dict[str, Any], step: int | None) -> dict[str, Any]:
-    """A `log` event. What is no number is left out; those that are not finite stay, and the detectors tell them."""
+
+def train_begin(max_steps: Any, **facts: Any) -> dict[str, Any]:
+    """What a history says of the training that begins, as the probe would have said it; None is unknown."""
+    return {"event": "train_begin", "max_steps": max_steps, **facts}
+
+
+def log_event(values: dict[str, Any], step: int | None, time: float | None = None) -> dict[str, Any]:
+    """A `log` event, of Unix time `time` where that is known.
+
+    What is no number is left out; those that are not finite stay, and the detectors tell them.
+    """
     if not _NUMBERS.issuperset(map(type, values.values())):
-        values = {
-            key: number
-            for key, raw in values.items()
-            if (number := raw if type(raw) is float else as_number(raw)) is not None
-        }
-    return {"event": "log", "step": step, "values": values}
+        values = _numbers_of(values)
+    return {"event": "log", "t": time, "step": step, "values": values}
+
+
+def _numbers_of(values: dict[str, Any]) -> dict[str, Any]:
+    numbers: dict[str, Any] = {}
+    for key, raw in values.items():
+        kind = type(raw)
+        if kind is float:
+            numbers[key] = raw
+        # Durations stand in each line of a LLaMA-Factory log, and what raises an exception takes its time.
+        elif raw is not None and not (kind is str and ":" in raw) and (number := as_number(raw)) is not None:
+            numbers[key] = number
+    return numbers
 
 
 def is_train_log(values: Mapping[str, Any]) -> bool:
-    return "loss" in values and values["loss"] is not None
+    return values.get("loss") is not None
 
 
 def is_summary(values: Mapping[str, Any]) -> bool:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tunewatch.replay.dicts import first_dict
-from tunewatch.replay.entries import Entries, Steps, is_train_log, log_event, logged_step
+from tunewatch.health.reading import finite, whole
+from tunewatch.replay.dicts import first_dict, scan_json
+from tunewatch.replay.entries import Entries, Steps, is_train_log, log_event, logged_step, train_begin
 from tunewatch.replay.pieces import MAX_LINE, lines
 from tunewatch.replay.runs import NEXT_RUN, Boundary, Notes
 
@@ -106,22 +107,57 @@ def list_events(texts: Iterator[str], notes: Notes, *, bare: bool) -> Iterator[d
     entries, steps = Entries(), Steps()
     for entry in entries_of_list(texts, notes, bare=bare):
         values = entries.values(entry)
-        event = log_event(values, steps.of(values, train=is_train_log(values)))
+        event = log_event(values, steps.of(values, logged_step(values), train=is_train_log(values)))
         notes.step_source = steps.source
         yield event
+
+
+_FACT = re.compile(r'"(max_steps|num_train_epochs|logging_steps|eval_steps|save_steps)"\s*:\s*(\d{1,15})\b')
+
+
+def facts_behind(tail: str) -> dict[str, Any] | None:
+    """What stands behind the history in a trainer_state.json, as a `train_begin`; None where nothing does.
+
+    The keys are sorted: max_steps comes after log_history.
+    """
+    facts = {name: int(value) for name, value in _FACT.findall(tail)}
+    steps = facts.pop("max_steps", None)
+    if not steps:
+        return None
+    return train_begin(steps, num_train_epochs=facts.pop("num_train_epochs", None), effective=facts)
 
 
 def line_events(texts: Iterator[str], notes: Notes) -> Iterator[dict[str, Any]]:
     """One entry a line; several runs where one was appended to another."""
     entries, steps, boundary = Entries(), Steps(), Boundary()
+    begun = False
     for entry in entries_of_lines(texts, notes):
         values = entries.values(entry)
-        if boundary.passed(values, logged_step(values)):
+        logged = logged_step(values)
+        if boundary.passed(values, logged):
             yield NEXT_RUN
-            steps = Steps()
-        event = log_event(values, steps.of(values, train=is_train_log(values)))
+            steps, begun = Steps(), False
+        if not begun:
+            begun = True
+            if (total := _total_steps(values)) is not None:
+                yield train_begin(total)
+        event = log_event(values, steps.of(values, logged, train=is_train_log(values)), _unix_time(entry))
+        if (elapsed := entry.get("elapsed_time")) is not None:
+            event["elapsed_time"] = elapsed
         notes.step_source = steps.source
         yield event
+
+
+def _total_steps(values: Mapping[str, Any]) -> int | None:
+    """The length of the training, as LLaMA-Factory and ms-swift log it."""
+    share = values.get("global_step/max_steps")
+    return whole(share.partition("/")[2] if isinstance(share, str) else values.get("total_steps"))
+
+
+def _unix_time(entry: Mapping[str, Any]) -> float | None:
+    """When an entry was written, as W&B (`_timestamp`) and other exports say it."""
+    moment = entry.get("_timestamp")
+    return finite(entry.get("timestamp") if moment is None else moment)
 
 
 def entries_of_lines(texts: Iterator[str], notes: Notes) -> Iterator[dict[str, Any]]:
@@ -132,11 +168,23 @@ def entries_of_lines(texts: Iterator[str], notes: Notes) -> Iterator[dict[str, A
             continue
         if not line or line.isspace():
             continue
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
-            entry = first_dict(line)
+        entry = _entry(line)
         if isinstance(entry, dict):
             yield entry
         else:
             notes.malformed += 1
+
+
+def _entry(line: str) -> Any:
+    """What a line holds: JSON, or the first dict in it."""
+    try:
+        # json.loads does the same after checks that take longer than the scan.
+        entry, end = scan_json(line, 0)
+        if end == len(line) or line[end:].isspace():
+            return entry
+    except (StopIteration, ValueError, RecursionError):
+        pass
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return first_dict(line)

@@ -46,11 +46,11 @@ def lines(texts: Iterator[str]) -> Iterator[str | None]:
 
 
 def segments(texts: Iterator[str]) -> Iterator[str]:
-    """What stands between line ends and carriage returns; a longer one comes in parts."""
+    """What stands between line ends and carriage returns, blank ones left out; a longer one comes in parts."""
     rest = ""
     for text in texts:
         *whole, rest = (rest + text).replace("\r", "\n").split("\n")
-        yield from whole
+        yield from filter(str.strip, whole)
         if len(rest) > MAX_LINE:
             yield rest
             rest = ""

@@ -35,7 +35,7 @@ def exit_code(reports: Iterable[Report]) -> int:
 def to_json(report: Report) -> dict[str, Any]:
     """One run of one file as strict JSON."""
     return {
-        "file": _printable(report.file),
+        "file": printable(report.file),
         "run": report.run,
         "format": report.format,
         "health": report.health,
@@ -64,7 +64,7 @@ def text_lines(report: Report) -> Iterator[str]:
     about = [_counts(report)] if report.readable else []
     if report.problem:
         about.append(report.problem)
-    yield f"{_printable(report.file)}{run}: {report.health} ({'; '.join(about)})"
+    yield f"{printable(report.file)}{run}: {report.health} ({'; '.join(about)})"
     for verdict in (raised.verdict for raised in report.raised):
         at = f"step {verdict.step}" if verdict.step is not None else "step unknown"
         yield f"  {verdict.level:9} {verdict.signal}, {at}: {verdict.message} {verdict.advice}"
@@ -93,5 +93,6 @@ def summary(reports: Iterable[Report]) -> str:
     return line + (f"; nothing to judge in {unread} more" if unread else "")
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
+    """The text without what a terminal or a JSON reader would choke on."""
     return _CONTROL.sub("?", text)

@@ -2,41 +2,36 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from io import BufferedReader, FileIO
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from tunewatch.health import Thresholds
-from tunewatch.probe.writer import EVENTS
-from tunewatch.replay.console import console_events
+from tunewatch.replay.console import console_events, unwrapped, wrapped
 from tunewatch.replay.eventlog import event_log_events
-from tunewatch.replay.history import LOG_HISTORY, line_events, list_events
+from tunewatch.replay.history import LOG_HISTORY, facts_behind, line_events, list_events
 from tunewatch.replay.pieces import encoding_of, pieces
+from tunewatch.replay.places import HEAD, Place, Unreadable, open_file, places, why
 from tunewatch.replay.runs import Notes, Report, judge
 from tunewatch.replay.tensorboard import is_record, tensorboard_events
-from tunewatch.runfolder import RUN_ID, RunFolderError, open_run
 
-HEAD = 1 << 16
-"""Bytes from which the form of a file is told."""
 MAX_CONTROL = 0.05
-"""Share of control characters in them from which it is no text."""
-MAX_FILES = 100_000
-"""Files of a folder that are looked at."""
+"""Share of control characters in the head of a file from which it is no text."""
 
-_TEXT_CONTROLS = frozenset(b"\t\n\r\f\b\x07\x1b")
+_CONTROLS = bytes(set(range(32)) - set(b"\t\n\r\f\b\x07\x1b"))
+"""What stands in no text."""
+_PACKED = (
+    (b"\x1f\x8b", "gzip"), (b"\x28\xb5\x2f\xfd", "zstd"), (b"\xfd7zXZ", "xz"), (b"BZh", "bzip2"),
+    (b"PK\x03\x04", "zip"),
+)  # fmt: skip
+"""How compressed files begin."""
 
 Events = Iterator[dict[str, Any]]
 Reader = Callable[[Iterator[str], Notes], Events]
-
-
-class Unreadable(Exception):
-    """Nothing can be read there; the text says why."""
 
 
 def replay(path: str, thresholds: Thresholds) -> Iterator[Report]:
@@ -44,124 +39,72 @@ def replay(path: str, thresholds: Thresholds) -> Iterator[Report]:
 
     Never raises for what a file holds or is: then there is one report with a `problem`.
     """
+    for place in places(path):
+        yield from _judged(place, thresholds)
+
+
+def _judged(place: Place, thresholds: Thresholds) -> Iterator[Report]:
+    number = 0
+    form = None
     try:
-        found = list(_files(path))
-    except Unreadable as error:
-        yield Report(path, problem=str(error))
-        return
-    for name, files in found:
-        yield from _replay_files(name, files, thresholds)
-
-
-def _files(path: str) -> Iterator[tuple[str, list[Path]]]:
-    """Name and files of each source; only event files of TensorBoard are several."""
-    here = Path(path)
-    try:
-        mode = here.stat().st_mode
-    except (OSError, ValueError) as error:
-        run = _run(path) if isinstance(error, FileNotFoundError) else None
-        if run is None:
-            raise Unreadable(_why(error)) from error
-        yield path, [run]
-        return
-    if not stat.S_ISDIR(mode):
-        yield path, [here]
-    elif (here / EVENTS).is_file():
-        yield path, [here / EVENTS]
-    else:
-        yield from _folder(here)
-
-
-def _run(run: str) -> Path | None:
-    """The events of the run with that id."""
-    try:
-        return open_run(run).events if RUN_ID.fullmatch(run) else None
-    except RunFolderError:
-        return None
-
-
-def _folder(folder: Path) -> Iterator[tuple[str, list[Path]]]:
-    """The files of a folder in order of their names, and event files of TensorBoard also of the folders in it."""
-    found = False
-    try:
-        for parent, folders, names in os.walk(folder, onerror=_refuse):
-            folders.sort()
-            together: list[Path] = []
-            for name in sorted(names)[:MAX_FILES]:
-                path = Path(parent, name)
-                if "tfevents" in name:
-                    together.append(path)
-                elif Path(parent) == folder and not name.startswith("."):
-                    found = True
-                    yield str(path), [path]
-            if together:
-                found = True
-                yield str(together[0] if len(together) == 1 else parent), together
-    except OSError as error:
-        raise Unreadable(_why(error)) from error
-    if not found:
-        raise Unreadable("a folder without files of a training in it")
-
-
-def _refuse(error: OSError) -> None:
-    raise error
-
-
-def _replay_files(name: str, files: list[Path], thresholds: Thresholds) -> Iterator[Report]:
-    notes = Notes()
-    with ExitStack() as stack:
-        try:
-            opened = [stack.enter_context(_open(path)) for path in files]
-            form, events = _events(opened, notes)
-            number = 0
-            for run in judge(events, thresholds):
-                report = run.report(name, _run_name(files[0], form) or number + 1, form, notes)
+        with Stream(place) as stream:
+            form, notes = stream.form, stream.notes
+            for run in judge(stream.events, thresholds):
+                report = run.report(place.name, stream.run_id or number + 1, form, notes)
                 if report.readable:
                     number += 1
                     yield report
-        except Unreadable as error:
-            yield Report(name, problem=str(error))
+            nothing = notes.nothing or NO_LOG
+            problem = "; ".join(filter(None, (nothing, notes.problem())))
+    except Unreadable as error:
+        problem = str(error)
+    except OSError as error:
+        problem = why(error)
+    else:
+        if number:
             return
-        except OSError as error:
-            yield Report(name, problem=_why(error))
-            return
-    if not number:
-        nothing = notes.nothing or "no log of a training in it"
-        yield Report(name, format=form, problem="; ".join(filter(None, (nothing, notes.problem()))))
+    yield Report(place.name, format=form, problem=problem)
 
 
-def _run_name(path: Path, form: str) -> str | None:
-    """The id of a run, where its folder is at hand."""
-    return path.absolute().parent.name if form == "events" and (path.parent / "run.json").is_file() else None
+NO_LOG = "no log of a training in it"
 
 
-def _open(path: Path) -> BufferedReader:
-    """Open a regular file. Never waits: a pipe without a writer is refused before."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise Unreadable(_kind(path.stat().st_mode))
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise Unreadable("no regular file")
-    return BufferedReader(FileIO(handle, "rb"), HEAD)
+class Stream:
+    """The events at a place, with NEXT_RUN between those of two runs; open while it is entered.
 
+    Entering it raises Unreadable or OSError where there is nothing to read, and so does reading.
+    """
 
-def _kind(mode: int) -> str:
-    for is_kind, name in (
-        (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISDIR, "a folder"),
-        (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"),
-    ):  # fmt: skip
-        if is_kind(mode):
-            return f"{name}, no regular file"
-    return "no regular file"
+    form: str
+    events: Events
 
+    def __init__(self, place: Place) -> None:
+        self.notes = Notes()
+        self._place = place
+        self._stack = ExitStack()
 
-def _why(error: OSError | ValueError) -> str:
-    if isinstance(error, FileNotFoundError):
-        return "no such file, folder or run"
-    if isinstance(error, OSError) and error.errno == errno.ELOOP:
-        return "a symbolic link that leads to itself"
-    return str((error.strerror if isinstance(error, OSError) else None) or error)
+    def __enter__(self) -> Stream:
+        if self._place.problem is not None:
+            raise Unreadable(self._place.problem)
+        with self._stack:
+            files = [self._stack.enter_context(open_file(path)) for path in self._place.files]
+            self.form, self.events = _events(files, self.notes)
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    @property
+    def folder(self) -> Path | None:
+        """The run folder it is read from."""
+        folder = self._place.files[0].absolute().parent
+        return folder if self.form == "events" and (folder / "run.json").is_file() else None
+
+    @property
+    def run_id(self) -> str | None:
+        """The id of the run, where its folder is at hand."""
+        return self.folder.name if self.folder is not None else None
 
 
 def _events(files: list[BufferedReader], notes: Notes) -> tuple[str, Events]:
@@ -172,6 +115,8 @@ def _events(files: list[BufferedReader], notes: Notes) -> tuple[str, Events]:
     encoding = encoding_of(head)
     if not head:
         raise Unreadable("an empty file")
+    if packed := next((name for mark, name in _PACKED if head.startswith(mark)), None):
+        raise Unreadable(f"a compressed file ({packed})")
     if encoding.startswith("utf-8") and _is_binary(head):
         raise Unreadable("a binary file that is no event file of TensorBoard")
     form, reader = _form(head.decode(encoding, "replace").lstrip("\ufeff").lstrip(), len(head) < HEAD)
@@ -179,8 +124,7 @@ def _events(files: list[BufferedReader], notes: Notes) -> tuple[str, Events]:
 
 
 def _is_binary(head: bytes) -> bool:
-    controls = sum(byte < 32 and byte not in _TEXT_CONTROLS for byte in head)
-    return controls > MAX_CONTROL * len(head)
+    return len(head) - len(head.translate(None, _CONTROLS)) > MAX_CONTROL * len(head)
 
 
 def _form(text: str, whole: bool) -> tuple[str, Reader]:
@@ -198,10 +142,12 @@ def _form(text: str, whole: bool) -> tuple[str, Reader]:
                 if first.strip() == "{" or not (rest or whole)
                 else ("console", _console)
             )
-        if isinstance(entry, dict) and isinstance(entry.get("event"), str):
+        if isinstance(entry, dict) and isinstance(entry.get("event"), str) and "t" in entry:
             return "events", event_log_events
         if isinstance(entry, dict) and "current_steps" in entry:
             return "trainer_log", line_events
+        if isinstance(entry, dict) and wrapped(entry) is not None:
+            return "console", _wrapped_console
         return "jsonl", line_events
     if text.startswith("[") and text[1:].lstrip().startswith(('{"', "{\n", "{ ", "{\r", "]")):
         return "trainer_state", _bare_list
@@ -220,9 +166,15 @@ def _console(texts: Iterator[str], notes: Notes) -> Events:
     return console_events(texts, notes)
 
 
+def _wrapped_console(texts: Iterator[str], notes: Notes) -> Events:
+    return console_events(unwrapped(texts), notes)
+
+
 def _read(file: BinaryIO, encoding: str, reader: Reader, notes: Notes) -> Events:
     """The events; what looked like a JSON history and has no entry may still be console output."""
     some = False
+    if reader is _state and encoding.startswith("utf-8") and (begin := facts_behind(_tail(file))) is not None:
+        yield begin
     for event in reader(pieces(file, encoding), notes):
         some = True
         yield event
@@ -230,3 +182,12 @@ def _read(file: BinaryIO, encoding: str, reader: Reader, notes: Notes) -> Events
         file.seek(0)
         notes.nothing = None
         yield from console_events(pieces(file, encoding), notes)
+
+
+def _tail(file: BinaryIO) -> str:
+    """The last bytes of a file, which is read from where it stands afterwards."""
+    at = file.tell()
+    file.seek(max(0, file.seek(0, os.SEEK_END) - HEAD))
+    tail = file.read(HEAD)
+    file.seek(at)
+    return tail.decode("utf-8", "replace")
