@@ -1,19 +1,17 @@
 """How well the detectors do on labelled logs of real trainings.
 
-    python benchmarks/detection.py FOLDER [--missed]      # or TUNEWATCH_CORPUS=FOLDER
+    python benchmarks/detection.py [FOLDER] [--missed]      # or TUNEWATCH_CORPUS=FOLDER
 
-FOLDER holds index.csv (columns id, label, ambiguous, secondary, start_step, end_step) and runs/ID.json. `start_step`
-is where the trouble begins: a step, `log#N` for the Nth training log counted from 0, or empty. No such logs come with
-tunewatch. A run is flagged when a signal of level attention or bad was ever raised. The delay is the number of log
-entries from the one where the trouble begins (not counted) to the one that raised the first of the label's own signals.
-Precision: sick among flagged, without ambiguous runs, which have a line of their own.
+FOLDER holds index.csv and runs/ID.json (labelled/runs.py says what is in them). No such logs come with tunewatch.
+A run is flagged when a signal of level attention or bad was ever raised. The delay is the number of log entries from
+the one where the trouble begins (not counted) to the one that raised the first of the label's own signals. Precision:
+sick among flagged, without ambiguous runs, which have a line of their own. Beside ours stands what simple rules of the
+usual form do on the same logs (labelled/reference.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import os
 import statistics
 import sys
 from collections import Counter
@@ -21,12 +19,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from labelled.reference import NOTES, Reference
+from labelled.runs import NOTHING_TO_MEASURE, LabelledRun, folder_argument, labelled_runs
+
 from tunewatch.health import Thresholds
 from tunewatch.replay import Raised, Report, replay
-from tunewatch.replay.entries import is_train_log, logged_step
-from tunewatch.replay.history import entries_of_list
-from tunewatch.replay.pieces import pieces
-from tunewatch.replay.runs import Notes
 
 OWN = {
     "nan": {"nonfinite", "nonfinite_isolated", "zero_loss", "eval_nonfinite"},
@@ -43,14 +40,15 @@ OWN = {
 
 @dataclass(frozen=True)
 class Case:
-    """One labelled run, and what was raised on it."""
+    """One labelled run, what was raised on it, and what the simple rules raised."""
 
-    name: str
-    label: str
-    secondary: str
+    run: LabelledRun
     raised: tuple[Raised, ...]
-    start: int | None
-    """Number of the log entry, from 1, at which the trouble begins."""
+    simple: frozenset[str]
+
+    @property
+    def label(self) -> str:
+        return self.run.label
 
     @property
     def alarms(self) -> list[Raised]:
@@ -62,64 +60,52 @@ class Case:
 
     @property
     def delay(self) -> int | None:
-        if self.start is None or not self.own:
+        start = self.run.start
+        if start is None or not self.own:
             return None
-        return max(0, min(raised.log for raised in self.own) - self.start)
+        return max(0, min(raised.log for raised in self.own) - start)
 
 
-def start_entry(path: Path, start: str) -> int | None:
-    """Which entry `start_step` means."""
-    if not start:
-        return None
-    counted = start.startswith("log#")
-    wanted, trained = int(float(start.removeprefix("log#"))), -1
-    with path.open("rb") as file:
-        for number, entry in enumerate(entries_of_list(pieces(file, "utf-8"), Notes(), bare=False), 1):
-            trained += is_train_log(entry)
-            step = trained if counted else logged_step(entry)
-            if step is not None and step >= wanted and (is_train_log(entry) or not counted):
-                return number
-    return None
-
-
-def cases(folder: Path) -> Iterator[tuple[Case, bool]]:
-    """Each run of the index, and whether its label is ambiguous."""
-    with (folder / "index.csv").open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    for row in rows:
-        path = folder / "runs" / f"{row['id']}.json"
-        reports: list[Report] = list(replay(str(path), Thresholds()))
-        raised = tuple(raised for report in reports for raised in report.raised)
-        start = start_entry(path, row["start_step"])
-        yield Case(row["id"], row["label"], row["secondary"], raised, start), row["ambiguous"] == "1"
+def cases(folder: Path) -> Iterator[Case]:
+    for run in labelled_runs(folder):
+        reports: list[Report] = list(replay(str(run.path), Thresholds()))
+        rules, simple = Reference(), set[str]()
+        for event in run.events:
+            rules.event(event)
+            simple |= rules.active
+        yield Case(run, tuple(raised for report in reports for raised in report.raised), frozenset(simple))
 
 
 def print_label(label: str, group: list[Case]) -> None:
     delays = [case.delay for case in group if case.delay is not None]
     shown = f"{statistics.median(delays):g} / {max(delays)}" if delays else "-"
     flagged, own = sum(bool(case.alarms) for case in group), sum(bool(case.own) for case in group)
-    print(f"| {label} | {len(group)} | {flagged} | {own} | {shown} |")
+    simple = sum(bool(case.simple - NOTES) for case in group)
+    simple_own = sum(bool(case.simple & OWN.get(case.label, set())) for case in group)
+    print(f"| {label} | {len(group)} | {flagged} | {own} | {shown} | {simple} | {simple_own} |")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Recall and precision of the detectors on labelled logs.")
-    parser.add_argument("folder", type=Path, nargs="?", default=os.environ.get("TUNEWATCH_CORPUS"))
+    folder_argument(parser)
     parser.add_argument(
         "--missed", action="store_true", help="name the runs that were missed or flagged wrongly"
     )
     options = parser.parse_args()
     if options.folder is None:
-        print("no folder of labelled logs given: nothing to measure (see the head of this file)")
+        print(NOTHING_TO_MEASURE)
         return 0
-    clear: list[Case] = []
-    ambiguous: list[Case] = []
-    for case, unclear in cases(Path(options.folder)):
-        (ambiguous if unclear else clear).append(case)
+    everything = list(cases(options.folder))
+    clear = [case for case in everything if not case.run.ambiguous]
+    ambiguous = [case for case in everything if case.run.ambiguous]
     healthy = [case for case in clear if case.label == "healthy"]
     sick = [case for case in clear if case.label != "healthy"]
 
-    print("| label | runs | flagged | by own signals | delay in log entries: median / max |")
-    print("| --- | --- | --- | --- | --- |")
+    print(
+        "| label | runs | flagged | by own signals | delay in log entries: median / max | simple rules: flagged "
+        "| by own signals |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     for label in sorted({case.label for case in sick}):
         print_label(label, [case for case in sick if case.label == label])
     print_label("all sick", sick)
@@ -143,9 +129,8 @@ def main() -> int:
         for case in clear:
             signals = {raised.verdict.signal: raised.log for raised in case.raised}
             if (case.label == "healthy") == bool(case.alarms) or (case.label != "healthy" and not case.own):
-                print(
-                    f"{'flagged' if case.alarms else 'missed'} {case.name} {case.label}: {signals or 'nothing raised'}"
-                )
+                how = "flagged" if case.alarms else "missed"
+                print(f"{how} {case.run.name} {case.label}: {signals or 'nothing raised'}")
     return 0
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from prometheus_client.exposition import generate_latest
 
-from tunewatch.health import Patience
+from tunewatch.health import Patience, Thresholds
 from tunewatch.metrics import RunCollector
 from tunewatch.probe.pulse import INDEX, PHASES, STEP_BUCKETS, Pulse
 from tunewatch.probe.writer import process_start
@@ -24,6 +24,7 @@ START = 1_700_000_000.0
 EFFECTIVE = {
     "batch_size": 8,
     "logging_steps": 10,
+    "save_strategy": "steps",
     "save_steps": 20,
     "eval_steps": 20,
     "precision": "bf16",
@@ -51,8 +52,9 @@ class Clock:
 
 class Story:
     def __init__(
-        self, folder: Path, monkeypatch: Any, *, way: str = "exec", patience: Patience | None = None
-    ) -> None:
+        self, folder: Path, monkeypatch: Any, *, way: str = "exec", patience: Patience | None = None,
+        thresholds: Thresholds | None = None, walltime: float | None = 7200.0, deadline: float | None = None,
+    ) -> None:  # fmt: skip
         self.clock = Clock()
         monkeypatch.setattr(watch, "time", self.clock)
         monkeypatch.setattr(watch, "uptime", self.clock.monotonic)
@@ -74,9 +76,11 @@ class Story:
                 "environment": {},
             },
         )
-        self.patience = patience or Patience()
+        self.patience, self.thresholds = patience or Patience(), thresholds or Thresholds()
+        self.walltime, self.deadline = walltime, deadline
         self.pulse: Pulse | None = None
         self.session = "s1"
+        self.max_steps = 100
         self.watch()
 
     def watch(self, *, new_session: bool = False) -> None:
@@ -88,7 +92,10 @@ class Story:
                 "history_bytes": self.folder.events.stat().st_size,
             }
             self.folder.write("supervisor.json", history)
-        options = Options(port=0, target_file=False, patience=self.patience, walltime=7200.0)
+        options = Options(
+            port=0, target_file=False, patience=self.patience, thresholds=self.thresholds,
+            walltime=self.walltime, deadline=self.deadline,
+        )  # fmt: skip
         self.supervisor = Supervisor(self.folder, options)
         self.supervisor.adopt(os.getpid(), process_start(os.getpid()))
 
@@ -112,6 +119,7 @@ class Story:
         self.event("session", **{"pid": pid, "process_start": process_start(pid), "world_size": 1, **fields})
 
     def train_begin(self, step: int = 0, max_steps: int = 100, **fields: Any) -> None:
+        self.max_steps = max_steps
         self.event(
             "train_begin",
             **{
@@ -135,8 +143,17 @@ class Story:
             activity_time=self.clock.time(), activity_monotonic=self.clock.monotonic(), **values
         )
 
-    def steps(self, first: int, last: int, *, seconds: float = 2.0, rows: int = 8, tokens: int = 160) -> None:
-        """Optimizer steps `first` to `last`, each of this duration."""
+    def steps(
+        self,
+        first: int,
+        last: int,
+        *,
+        seconds: float = 2.0,
+        rows: int = 8,
+        tokens: int = 160,
+        wait: float = 0.25,
+    ) -> None:
+        """Optimizer steps `first` to `last`, each of this duration, of which the share `wait` is waiting for data."""
         assert self.pulse is not None
         bucket = next(i for i, bound in enumerate(STEP_BUCKETS) if seconds <= bound)
         for step in range(first, last + 1):
@@ -144,11 +161,11 @@ class Story:
             for name, amount in (
                 ("steps_total", 1), (f"step_bucket_{bucket}", 1), ("step_seconds_sum", seconds),
                 ("step_seconds_count", 1), ("samples_total", rows), ("tokens_all_total", tokens),
-                ("compute_seconds", seconds * 0.75), ("data_seconds", seconds * 0.25),
+                ("compute_seconds", seconds * (1 - wait)), ("data_seconds", seconds * wait),
             ):  # fmt: skip
                 self.pulse.values[INDEX[name]] += amount
             self.beat(
-                "data", step=float(step), max_steps=100.0, epoch=step / 50, first_step=0.0,
+                "data", step=float(step), max_steps=float(self.max_steps), epoch=step / 50, first_step=0.0,
                 step_time=self.clock.time(), step_monotonic=self.clock.monotonic(),
                 phase_monotonic=self.clock.monotonic(),
             )  # fmt: skip

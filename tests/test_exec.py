@@ -82,7 +82,10 @@ def test_exit_code_and_output_pass_through(machine):
     assert "to stdout" in output
     assert "to stderr" in output
     assert ending(machine) == ("failed", "unknown", "early")
-    assert machine.verdict()["health"] == "unknown"
+    verdict = machine.verdict()
+    assert (verdict["health"], verdict["act"]) == ("bad", "restart"), "nobody judged it, but it failed"
+    assert verdict["reason"] == verdict["ending"]["message"]
+    assert verdict["evidence"] == ["start-failed.json"]
 
 
 def test_a_command_that_is_no_training_is_not_attached(machine):
@@ -137,7 +140,7 @@ def test_an_exception_before_step_one_quotes_no_data(machine):
 def test_nan_is_known_before_the_next_log(machine):
     """With logging every 50 steps the trainer says nothing; the probe knows within two steps."""
     command = machine.exec_tiny(
-        "--steps", "12", "--poison-at", "5", "--logging-steps", "50", "--eval-steps", "6", "--step-seconds", "0.2",
+        "--steps", "24", "--poison-at", "5", "--logging-steps", "50", "--eval-steps", "6", "--step-seconds", "0.2",
         options=("--no-linger",),
     )  # fmt: skip
     wait_for(
@@ -145,7 +148,22 @@ def test_nan_is_known_before_the_next_log(machine):
         what="the verdict nonfinite",
     )
     assert machine.verdict()["health"] == "bad"
+    wait_for(lambda: machine.verdict()["resume_from"] == "checkpoint-4", what="the checkpoint before")
+    live = machine.scrape()
+    acts = {act: live.get("suggested_act", act=act) for act in ("keep", "stop", "restart", "resume")}
+    assert acts == {"keep": 0.0, "stop": 0.0, "restart": 0.0, "resume": 1.0}
+    assert live.get("nonfinite_last_timestamp_seconds", what="loss") == pytest.approx(time.time(), abs=30)
     command.wait()
+    verdict = machine.verdict()
+    assert ending(machine)[:2] == ("failed", "nan")
+    assert (verdict["health"], verdict["act"], verdict["resume_from"]) == ("bad", "resume", "checkpoint-4")
+    assert {"5-nonfinite.json", "24-failed.json"} <= set(verdict["evidence"])
+    kept = json.loads((machine.run_folder() / "evidence" / "5-nonfinite.json").read_text())
+    assert kept["verdict"]["signal"] == "nonfinite" and kept["state"] == "training"
+    assert kept["config"]["arguments"]["max_steps"] == 24 and kept["config"]["info"]["method"] == "lora"
+    assert str(machine.folder) not in json.dumps(kept), "no path"
+    code, told = machine.run("runs")
+    assert code == 0 and "change what stopped it, then resume from checkpoint-4" in told
     story = [
         (event["event"], event["step"])
         for event in machine.events()
@@ -215,7 +233,8 @@ def test_sigterm_is_preempted_and_names_the_checkpoint(machine):
 
 
 def test_kill_minus_nine_of_the_supervisor_then_adopt(machine):
-    command = machine.exec_tiny("--steps", "200", "--step-seconds", "0.1")
+    tuned = ("--off", "flat", "--threshold", "flat_logs=50")
+    command = machine.exec_tiny("--steps", "200", "--step-seconds", "0.1", options=tuned)
     machine.wait_step(5)
     before = machine.json("supervisor.json")
     command.send(signal.SIGKILL)
@@ -227,6 +246,9 @@ def test_kill_minus_nine_of_the_supervisor_then_adopt(machine):
     wait_for(lambda: machine.json("supervisor.json")["pid"] == adopted.process.pid, what="the new supervisor")
     machine.wait_step(step + 5)
     samples = machine.scrape()
+    known = machine.json("supervisor.json")
+    assert (known["off"], known["thresholds"]) == (["flat"], {"flat_logs": 50}), "kept over the adoption"
+    assert samples.get("health", signal="flat") is None and samples.get("health", signal="stalled") == 0.0
     assert samples.get("steps_total") == samples.get("step")  # counters come from the pulse, not from zero
     assert (
         samples.get("run_state", state="training") == 1.0
@@ -352,12 +374,15 @@ def test_a_callback_in_a_script_starts_its_own_supervisor(machine):
     environment = {**machine.environment, "TUNEWATCH_RUN_ID": "from-callback"}
     process = subprocess.Popen(
         [sys.executable, str(TINY), str(machine.folder / "out"), "--own-callback", "--steps", "60",
-         "--step-seconds", "0.1"],
+         "--step-seconds", "0.1", "--off", "flat"],
         env=environment, cwd=machine.folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
+        machine.run_folder(seconds=120)  # it is made by the training, once its libraries are imported
         machine.wait_step(3)
-        assert machine.scrape().get("attached") == 1
+        samples = machine.scrape()
+        assert samples.get("attached") == 1
+        assert samples.get("health", signal="flat") is None and samples.get("health", signal="stalled") == 0.0
         assert process.wait(60) == 0
         wait_for(lambda: machine.verdict()["state"] == "completed", what="completed")
     finally:
@@ -372,6 +397,8 @@ def test_bad_usage(machine):
         (("exec", "--listen", "nonsense", "--", "true"), "--listen 'nonsense': expected HOST:PORT"),
         (("exec", "--patience", "stepp=5m", "--", "true"), "with one of prepare, imports, download"),
         (("exec", "--patience", "step=soon", "--", "true"), "'soon' is no duration"),
+        (("exec", "--off", "overfiting", "--", "true"), "did you mean 'overfitting'?"),
+        (("exec", "--threshold", "flat_log=2", "--", "true"), "did you mean 'flat_logs'?"),
         (("exec", "--run-id", "a/b", "--", "true"), "run id 'a/b' is not allowed"),
         (("adopt", "nobody"), "no run 'nobody'"),
     ]

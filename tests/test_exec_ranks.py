@@ -13,7 +13,7 @@ from harness import wait_for
 
 from tunewatch.probe.pulse import FIELDS, PHASES
 from tunewatch.probe.tap import _tap_instance
-from tunewatch.supervisor.ranks import laggard
+from tunewatch.supervisor.ranks import laggard, last_in_step
 
 PLAIN = Path(__file__).parent / "scripts" / "plain_train.py"
 
@@ -65,6 +65,25 @@ class TestLaggard:
     )
     def test_the_one_that_has_come_least_far(self, pulses, words):
         assert str(laggard(pulses)) == words
+
+
+@pytest.mark.parametrize(
+    ("pulses", "rank"),
+    [
+        ({}, None),
+        ({0: pulse("compute", stage=1)}, None),
+        ({0: pulse("compute", stage=2), 1: pulse("compute", stage=1)}, 1),
+        ({0: pulse("compute", stage=1), 1: pulse("compute", stage=4), 2: pulse("compute", stage=2)}, 0),
+        ({0: pulse("compute", stage=1), 1: pulse("compute", stage=1), 2: pulse("compute", stage=2)}, None),
+        ({0: pulse("compute", stage=2), 1: pulse("compute", stage=2)}, None),
+        ({0: pulse("compute", stage=2), 1: pulse("data")}, None),
+        ({0: pulse("compute", stage=2), 1: pulse("compute", 2.0, stage=1)}, None),
+        ({0: pulse("data", stage=2), 1: pulse("data", stage=1)}, None),
+    ],
+    ids=["none", "single", "behind", "of_three", "two", "alike", "data", "another_step", "step_over"],
+)
+def test_who_alone_is_last_in_the_step(pulses, rank):
+    assert last_in_step(pulses) == rank
 
 
 def torchrun(machine, *flags, options=("--no-linger",), launcher=()):
@@ -127,6 +146,29 @@ def test_two_ranks_are_one_run_and_a_slow_one_is_seen(machine):
     command.send(signal.SIGINT)
     command.wait()
     assert ended(machine)[:2] == ("cancelled", "cancelled")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--data-seconds", "0.4"], "while it waits for its data."),
+        (["--loss-seconds", "1.2"], "while it computes its loss."),
+    ],
+    ids=["data", "loss"],
+)
+def test_the_rank_that_keeps_the_other_waiting_is_named(machine, flags, words):
+    limits = [f"--threshold={limit}" for limit in ("pace_seconds=1", "pace_steps=3", "pace_windows=3")]
+    command = torchrun(machine, "--steps", "400", "--rank", "1", *flags, options=("--no-linger", *limits))
+
+    def slow_rank():
+        return [one for one in machine.verdict()["signals"] if one["signal"] == "slow_rank"]
+
+    (found,) = wait_for(slow_rank, seconds=90, what="a slow rank")
+    assert found["message"].startswith("Rank 1 keeps the others waiting for "), found
+    assert found["message"].endswith(words), found
+    command.send(signal.SIGINT)
+    command.wait()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """The configuration file: what it accepts, and what its errors say."""
 
+import re
 import sys
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,27 @@ def test_bad_durations(value):
     assert message.startswith("patience.step: found ") and "5m" in message
 
 
+def test_a_deadline_means_the_same_in_the_resolved_copy():
+    for value in (
+        "2027-01-01T10:00+02:00",
+        datetime(2027, 1, 1, 8, tzinfo=UTC),
+    ):  # YAML makes the latter of the former
+        config = parse_config({**MINIMAL, "deadline": value}, base=BASE)
+        assert config.deadline == datetime(2027, 1, 1, 8, tzinfo=UTC)
+        assert parse_config(yaml.safe_load(config.to_yaml()), base=BASE) == config
+    later = parse_config({**MINIMAL, "deadline": "18:00"}, base=BASE).deadline
+    assert timedelta(0) < later - datetime.now(UTC) <= timedelta(days=1)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [("soon", "write 2026-12-24T18:00"), (1080, "in quotes"), ("2027-01-01", "18:00 for the next")],
+)
+def test_bad_deadlines(value, words):
+    message = refused(deadline=value)
+    assert message.startswith("deadline: found ") and words in message
+
+
 def test_short_forms():
     config = parse_config(
         {**MINIMAL, "lora": False, "samples": False, "hub": "me/model", "resume": "auto"}, base=BASE
@@ -111,9 +134,51 @@ def test_short_forms():
     ],
 )
 def test_errors_name_key_finding_and_what_is_allowed(change, message):
-    import re
-
     assert re.match(message.replace("?", r"\?"), refused(**change)), refused(**change)
+
+
+def test_signals_and_limits_of_the_verdicts():
+    text = "off: [flat, slow]\nthresholds:\n  overfit_ratio: 1.2\n  flat_logs: 50\n"
+    section = yaml.safe_load(text)
+    assert False in section, "to YAML a bare off is false"
+    config = parse_config({**MINIMAL, "health": section}, base=BASE)
+    assert config.health.off == ["flat", "slow"]
+    assert config.health.thresholds == {"overfit_ratio": 1.2, "flat_logs": 50}
+    assert parse_config(yaml.safe_load(config.to_yaml()), base=BASE).health == config.health
+    assert parse_config(MINIMAL, base=BASE).health.off == []
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        (
+            {"off": ["flatt"]},
+            "health.off: no such signal: flatt; there are nonfinite, .*; did you mean 'flat'?",
+        ),
+        (
+            {False: ["flatt"]},
+            "health.off: no such signal: flatt; there are nonfinite, .*; did you mean 'flat'?",
+        ),
+        ({"off": "flat"}, r"health.off: found 'flat' \(text\); allowed: a list of signals"),
+        (
+            {"thresholds": {"flat_log": 3}},
+            "health.thresholds: no such threshold: flat_log; there are .*; did you mean 'flat_logs'?",
+        ),
+        (
+            {"thresholds": {"flat_logs": 3.5}},
+            "health.thresholds: threshold flat_logs: 3.5 is not a whole number above 0",
+        ),
+        (
+            {"thresholds": {"lr_jump": "x"}},
+            "health.thresholds: threshold lr_jump: 'x' is not a number above 0",
+        ),
+        ({"thresholds": [1]}, r"health.thresholds: found \[1\] \(list\); allowed: a mapping"),
+        ({"offf": ["flat"]}, "health.offf: unknown key; allowed: off, thresholds; did you mean 'off'?"),
+        (["flat"], r"health: found \['flat'\] \(list\); allowed: a mapping"),
+    ],
+)
+def test_errors_about_verdicts_name_the_nearest(section, said):
+    assert re.match(said.replace("?", r"\?"), refused(health=section)), refused(health=section)
 
 
 def test_a_missing_key():

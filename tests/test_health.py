@@ -39,7 +39,7 @@ def test_each_signal_has_one_level_and_verdicts_are_complete():
     assert (verdict.signal, verdict.level, verdict.step) == ("nonfinite", "bad", 7)
     assert (
         verdict.message
-        == "The loss and gradient norm is NaN or infinite since step 7: the weights are damaged."
+        == "The loss and gradient norm is NaN or infinite since step 7 (bf16): the weights are damaged."
     )
     assert verdict.advice
     assert Verdict(**verdict.to_json()) == verdict
@@ -161,6 +161,70 @@ class TestNonFinite:
         assert active(health) == set()
         assert health.nonfinite_since is None
 
+    @pytest.mark.parametrize(
+        ("apart", "found"),
+        [(11, True), (12, False)],  # the tenth is 99 or 108 steps after the first
+    )
+    def test_ten_within_a_hundred_steps_are_bad_though_none_is_by_itself(self, apart, found):
+        health = Health()
+        begin(health, precision="fp16")
+        for number in range(9):
+            bad(health, 7 + number * apart, norm=True)
+            sound(health, 8 + number * apart)
+            assert active(health) == {"norm_overflow"}
+        bad(health, 7 + 9 * apart, norm=True)
+        assert active(health) == ({"nonfinite"} if found else {"norm_overflow"})
+        if found:
+            assert health.verdicts[0].message == (
+                "The gradient norm was NaN or infinite in 10 of the last 100 steps (fp16)."
+            )
+            assert health.verdicts[0].step == 7
+            sound(health, 107)
+            health.tick(moment(step=106))
+            assert active(health) == {"nonfinite"}, "ten are still in the last hundred"
+            health.tick(moment(step=116))
+            assert active(health) == set()
+
+    def test_the_same_of_losses_whose_gradients_the_user_zeroes(self):
+        health = Health()
+        begin(health)
+        for step in range(10, 101, 10):
+            assert health.level in ("ok", "attention")
+            bad(health, step, loss=True)
+            sound(health, step + 1)
+        assert active(health) == {"nonfinite"}
+        assert "in 10 of the last 91 steps (bf16)" in health.verdicts[0].message
+
+    @pytest.mark.parametrize(
+        ("precision", "rate", "words", "advice"),
+        [
+            (
+                "fp16",
+                2e-4,
+                "(fp16, learning rate 0.0002)",
+                "with bf16 instead of fp16, or a lower learning rate.",
+            ),
+            ("bf16", 5e-5, "(bf16, learning rate 5e-05)", "with a lower learning rate."),
+            ("fp32", None, "(fp32)", "with a lower learning rate."),
+            (None, 1e-3, "(learning rate 0.001)", "with a lower learning rate or bf16."),
+            (None, None, "since step 3:", "with a lower learning rate or bf16."),
+        ],
+    )
+    def test_it_names_precision_and_learning_rate(self, precision, rate, words, advice):
+        health = Health()
+        begin(health, precision=precision, effective={"learning_rate": rate})
+        for step in (3, 4, 5):
+            bad(health, step, loss=True, norm=True)
+        assert words in health.verdicts[0].message
+        assert health.verdicts[0].advice.endswith(advice)
+
+    def test_the_rate_is_that_of_the_last_log(self):
+        health = Health()
+        begin(health, effective={"learning_rate": 1e-3})
+        log(health, 10, loss=2.0, learning_rate=7e-4)
+        bad(health, 11, norm=True)
+        assert "learning rate 0.0007" in health.verdicts[0].message
+
 
 class TestFromLogsOnly:
     """Where the steps are not seen (an older transformers), the logs have to do."""
@@ -207,11 +271,12 @@ class TestFromLogsOnly:
         log(health, 120, loss=1.8, grad_norm=1.0)
         assert active(health) == set(), "ten sound logs later"
 
-    def test_a_skip_that_the_scaler_counts_explains_a_dead_line(self):
-        for skipped, expected in ((0, {"nonfinite"}), (1, {"nonfinite_isolated", "fp16_skips"})):
+    def test_skips_that_the_scaler_counts_explain_dead_lines_however_many(self):
+        for skips, expected in ((False, {"nonfinite"}), (True, {"norm_overflow", "fp16_skips"})):
             health = Health()
             begin(health, precision="fp16", each_step=False)
-            log(health, 1, {"grad_norm": "inf"}, loss=0.0, skipped=skipped)
+            for step in range(1, 16):
+                log(health, step, {"grad_norm": "inf"}, loss=0.0, skipped=step * skips)
             assert active(health) == expected
 
     def test_a_gradient_norm_that_dies_first_is_bad_at_its_line(self):
@@ -232,6 +297,14 @@ class TestFromLogsOnly:
         log(health, 30, {"grad_norm": spelled}, loss=2.4)
         assert active(health) == {"nonfinite"}
         assert health.verdicts[0].step == 10
+
+    def test_ten_lines_of_a_hundred_are_bad(self):
+        health = Health()
+        for step in range(1, 92):
+            bad_line = {"grad_norm": "inf"} if step % 10 == 1 else None
+            log(health, step * 5, bad_line, loss=2.4 - step / 200)
+            assert ("nonfinite" in active(health)) == (step == 91)
+        assert "in 10 of the last 91 logs" in health.verdicts[0].message
 
     def test_a_log_read_on_its_own_with_a_made_up_loss_is_dead_at_once(self):
         health = Health()

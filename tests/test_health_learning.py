@@ -168,6 +168,11 @@ class TestScalerSkips:
         assert "of the last 20 steps" in verdict(health, "fp16_overflow").message
 
 
+def wavy(count: int, level: float = 1.4, height: float = 0.05) -> list[float]:
+    """Up and down around a level."""
+    return [level + (height if i % 2 else -height) for i in range(count)]
+
+
 class TestFlat:
     def test_chance_level_is_seen_after_ten_logs(self):
         health = Health()
@@ -176,13 +181,54 @@ class TestFlat:
         assert active(health) == set()
         log(health, 10, loss=10.8219)
         assert active(health) == {"flat"}
+        assert verdict(health, "flat").message.startswith(
+            "The loss has not moved at all in 10 logs (10.82 at"
+        )
+        assert "labels (masking" in verdict(health, "flat").advice
+
+    def test_with_a_gradient_of_0_it_says_so(self):
+        health = Health()
+        logs(health, [2.3026] * 10, grad_norm=0.0)
+        assert verdict(health, "flat").message.endswith("and the gradient norm is 0.")
 
     def test_noise_around_a_level_is_seen_after_thirty(self):
         health = Health()
-        logs(health, [1.4 + (0.05 if i % 2 else -0.05) for i in range(29)])
+        logs(health, wavy(29))
         assert active(health) == set()
         log(health, 30, loss=1.4)
         assert active(health) == {"flat"}
+        assert "has not come down in 30 logs: 1.4 at the start" in verdict(health, "flat").message
+
+    def test_wide_noise_takes_sixty_and_asks_for_larger_batches(self):
+        health = Health()
+        logs(health, wavy(59, 2.0, 0.6))
+        assert active(health) == set(), "up and down by 30 %: the quick mean was far below the start"
+        log(health, 60, loss=2.6)
+        assert alarms(health) == {"flat"}
+        assert "jumps up and down" in verdict(health, "flat").message
+        assert "gradient accumulation" in verdict(health, "flat").advice
+
+    def test_wide_noise_around_a_loss_that_falls_is_none(self):
+        health = Health()
+        logs(health, [loss - i / 100 for i, loss in enumerate(wavy(100, 2.5, 0.6))])
+        assert alarms(health) == set()
+
+    def test_nor_is_one_that_fell_by_half_of_the_noise_or_did_so_once(self):
+        for after in (wavy(80, 1.55, 0.6), wavy(40, 1.2, 0.6) + wavy(60, 2.0, 0.6)):
+            health = Health()
+            logs(health, wavy(10, 2.0, 0.6) + after)
+            assert "flat" not in active(health)
+
+    def test_when_the_evaluation_is_flat_too_it_says_so(self):
+        for evaluation, neither in ((2.01, True), (1.8, False)):
+            health = Health()
+            log(health, 0, eval_loss=2.02)
+            logs(health, wavy(29))
+            log(health, 29, eval_loss=evaluation)
+            log(health, 30, loss=1.4)
+            message = verdict(health, "flat").message
+            assert message.startswith("Neither loss has come down") == neither
+            assert ("the evaluation loss 2.02 at first, 2.01 at its best" in message) == neither
 
     def test_a_slow_start_in_the_warm_up_is_not(self):
         health = Health()
@@ -190,10 +236,37 @@ class TestFlat:
         logs(health, [10.0] * 40)
         assert active(health) == set()
 
+    def test_a_rate_that_rises_shows_the_warm_up(self):
+        health = Health()
+        for step in range(1, 61):
+            log(health, step, loss=wavy(60)[step - 1], learning_rate=min(step, 50) * 1e-6)
+            assert ("flat" in active(health)) == (step > 50), step
+
+    def test_nor_has_a_long_schedule_begun_before_2_percent_of_it(self):
+        health = Health()
+        for step in range(1, 71):
+            rate = 1e-4 * (1 - step / 3000)
+            log(health, step, loss=wavy(70)[step - 1], learning_rate=rate)
+            begun = rate <= 0.98 * 1e-4 * (1 - 1 / 3000)
+            assert ("flat" in active(health)) == begun, step
+        assert begun
+
     def test_a_loss_that_falls_takes_it_back(self):
         health = Health()
-        logs(health, [1.4 + (0.05 if i % 2 else -0.05) for i in range(30)])
+        logs(health, wavy(30))
         logs(health, [1.3 - i / 20 for i in range(20)], first=31)
+        assert active(health) == set()
+
+    def test_what_has_come_down_once_is_never_flat_again(self):
+        health = Health()
+        logs(health, [2.0] * 10 + [2.0 - i / 20 for i in range(20)])
+        logs(health, wavy(60, 2.0, 0.01), first=31)
+        assert "flat" not in active(health)
+
+    def test_a_preference_is_never_flat(self):
+        health = Health()
+        begin(health, trainer="DPOTrainer")
+        logs(health, [0.6931] * 100)
         assert active(health) == set()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from health_feed import active, alarms, begin, log, moment, verdict
+from health_feed import active, alarms, begin, log, verdict
 
 from tunewatch.health import Health
 
@@ -138,30 +138,6 @@ def test_a_failed_push_until_the_next_good_one():
     health.event({"event": "hub_push", "ok": None, "step": 40})
     assert alarms(health) == {"hub_push_failed"}
     health.event({"event": "hub_push", "ok": True, "step": 60})
-    assert alarms(health) == set()
-
-
-@pytest.mark.parametrize(
-    ("disk", "expected"),
-    [
-        ({}, set()),
-        ({"unsaved_seconds": 3700.0, "save_seconds_apart": 1200.0}, {"work_at_risk"}),
-        ({"unsaved_seconds": 2900.0, "save_seconds_apart": 1200.0}, set()),
-        ({"unsaved_seconds": 600.0, "save_seconds_apart": 60.0}, set()),
-        ({"free_bytes": 1e9, "checkpoint_bytes": 2e9}, {"will_not_fit"}),
-        ({"free_bytes": 2e9, "checkpoint_bytes": 2e9}, set()),
-        ({"broken_checkpoint": "checkpoint-30", "good_checkpoint": "checkpoint-20"}, {"checkpoint_broken"}),
-    ],
-)
-def test_what_would_be_lost(disk, expected):
-    health = Health()
-    health.tick(moment(**disk))
-    assert alarms(health) == expected
-    if "good_checkpoint" in disk:
-        assert verdict(health, "checkpoint_broken").message == (
-            "A resume would pick checkpoint-30, which is not complete; the newest complete one is checkpoint-20."
-        )
-    health.tick(moment())
     assert alarms(health) == set()
 
 

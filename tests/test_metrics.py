@@ -249,6 +249,8 @@ queue_length queue_position queue_blocked
 phase_info phase_progress_ratio steps_redone_total batch_size interval_steps parameters rank_step
 rank_phase_seconds_total checkpoints_broken checkpoint_resumable_step checkpoints_that_fit work_at_risk_steps
 work_at_risk_seconds eval_overlap_rows probe_seconds_total probe_errors_total clock_jumps_total
+suggested_act nonfinite_last_timestamp_seconds hub_push_last_failure_timestamp_seconds
+probe_error_last_timestamp_seconds
 """
 NOT_BUILT_YET = {
     "queue_length", "queue_position", "queue_blocked",
@@ -262,6 +264,76 @@ def test_the_names_are_those_that_were_promised():
 def test_every_metric_has_its_text():
     assert all(definition.help.endswith(".") for definition in METRICS)
     assert max(Counter(definition.name for definition in METRICS).values()) == 1
+
+
+# -- rare events by when they last were ---------------------------------------------------------------------
+
+
+def when(story, name):
+    """Values of a gauge of the supervisor by its last label, relative to the story's beginning."""
+    story.tick()
+    found = {}
+    for family in parse_text(story.exposition()):
+        for sample in family.samples:
+            if sample.name == f"tunewatch_{name}":
+                found[sample.labels.get("what", "")] = sample.value - START
+    return found
+
+
+def test_errors_of_the_monitoring_by_when_they_were_seen_to_grow(story):
+    training(story)
+    story.tick()
+    assert when(story, "probe_error_last_timestamp_seconds") == {}
+    story.clock.passed = 100.0
+    story.beat(hook_errors=2.0)
+    assert when(story, "probe_error_last_timestamp_seconds") == {"hook": 100.0}
+    story.clock.passed = 104.0
+    with story.folder.events.open("a") as file:
+        file.write("no event\n")
+    assert when(story, "probe_error_last_timestamp_seconds") == {"hook": 100.0, "malformed": 104.0}
+    story.clock.passed = 108.0
+    story.beat(append_errors=1.0, hook_errors=3.0)
+    expected = {"hook": 108.0, "append": 108.0, "malformed": 104.0}
+    assert when(story, "probe_error_last_timestamp_seconds") == expected
+
+    story.close()
+    story.watch()  # a supervisor that takes over does not know when
+    assert when(story, "probe_error_last_timestamp_seconds") == {}
+    story.clock.passed = 112.0
+    story.beat(append_errors=2.0)
+    assert when(story, "probe_error_last_timestamp_seconds") == {"append": 112.0}
+
+
+def test_steps_that_are_not_finite_by_when_they_were_seen(story):
+    training(story)
+    assert when(story, "nonfinite_last_timestamp_seconds") == {}
+    story.clock.passed = 100.0
+    story.beat(nonfinite_loss_steps=1.0)
+    assert when(story, "nonfinite_last_timestamp_seconds") == {"loss": 100.0}
+    story.clock.passed = 104.0
+    story.log(27, {"eval_loss": "nan"})
+    assert when(story, "nonfinite_last_timestamp_seconds") == {"loss": 100.0, "eval_loss": 104.0}
+    story.clock.passed = 108.0
+    story.beat(nonfinite_grad_norm_steps=1.0)
+    last = {"loss": 100.0, "eval_loss": 104.0, "grad_norm": 108.0}
+    assert when(story, "nonfinite_last_timestamp_seconds") == last
+    assert when(story, "nonfinite_last_timestamp_seconds") == last, "it does not move on with the clock"
+
+
+def test_a_failed_push_by_its_event(story):
+    training(story)
+    assert when(story, "hub_push_last_failure_timestamp_seconds") == {}
+    story.clock.passed = 100.0
+    story.event("hub_push", ok=False, type="HTTPError", reason="hub", step=20)
+    story.clock.passed = 103.0
+    story.event("hub_push", ok=True, step=20)
+    assert when(story, "hub_push_last_failure_timestamp_seconds") == {"": 100.0}
+    assert when(story, "hub_push_last_success_timestamp_seconds") == {"": 103.0}
+    story.close()
+    story.watch()
+    assert when(story, "hub_push_last_failure_timestamp_seconds") == {"": 100.0}, "events stay"
+    story.event("package", ok=True, push="failed")
+    assert when(story, "hub_push_last_failure_timestamp_seconds") == {"": 103.0}
 
 
 # -- any content ------------------------------------------------------------------------------------------

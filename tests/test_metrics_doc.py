@@ -162,11 +162,13 @@ def resumed_and_broken(story: Story) -> None:
     story.log(30, eval_loss=3.0, eval_runtime=4.0)
     story.event("evaluate", step=30, seconds=4.0, batches=8)
     story.checkpoint(30, ranks=2)
+    story.tick()  # what grows from here on is seen to grow
+    story.event("hub_push", ok=False, type="HTTPError", reason="hub", step=30)
     story.event("nonfinite", step=31, loss=True, grad_norm=True)
     story.steps(31, 31)
     story.beat(
         nonfinite_loss_steps=1.0, nonfinite_grad_norm_steps=1.0, first_nonfinite_step=31.0, nonfinite_streak=1.0,
-        memory_allocated_bytes=1e9, memory_reserved_bytes=2e9, memory_peak_bytes=1.5e9,
+        memory_allocated_bytes=1e9, memory_reserved_bytes=2e9, memory_peak_bytes=1.5e9, hook_errors=1.0,
     )  # fmt: skip
     story.event("samples", generated=4)
 
@@ -220,11 +222,12 @@ def page_of_everything() -> str:
     other = Identity("GPU-b", 1, "B", "580", "00000000:02:00.0")
     everything = {key: field.high if field.high <= 1 else field.low for key, field in FIELDS.items()}
     gpus = [
-        Gpu(card, everything),
+        Gpu(card, everything, run_memory={"watched": 2e9, "": 1e9}),
         Gpu(other, {"power": 100.0}, {"energy": NOT_SUPPORTED, "fan": NOT_SUPPORTED}),
     ]
     ledger = Ledger(stale_after=15.0)
     ledger.record_failure("driver_not_loaded", 0.1)
+    ledger.record_xid("nvml", "GPU-a", 79, 1e9)
     ledger.record_success(Snapshot("nvml", 2, gpus), at=10.0, time=1e9, duration=0.1)
     return Page.of(ledger, "1.0", restarts=1).text(monotonic=lambda: 11.0).decode()
 
@@ -235,9 +238,11 @@ def test_a_sidecar_exposes_what_the_page_says(simulated: str) -> None:
     assert series(full) == documented(gpu_rows())
     known = documented(gpu_rows())
     assert all(series(real)[name] == known[name] for name in series(real))
-    # What no simulated card has: a fan, a reading that was rejected, a collection that failed.
+    # What no simulated card has unless a scenario says so: a fan, processes, errors, a reading that was rejected,
+    # a collection that failed.
     assert known.keys() - series(real).keys() <= {
         "tunewatch_gpu_fan_ratio", "tunewatch_gpu_readings_rejected_total", "tunewatch_gpu_collector_failures_total",
+        "tunewatch_gpu_run_memory_bytes", "tunewatch_gpu_xid_errors_total", "tunewatch_gpu_xid_last_timestamp_seconds",
     }  # fmt: skip
     promtool("check", "metrics", text=real)
     promtool("check", "metrics", text=full)

@@ -138,6 +138,13 @@ def test_intervals_asked_for():
     assert facts.requested_arguments(args, STATE) == {"logging_steps": 10, "save_steps": 25}
 
 
+def test_whether_it_saves_by_steps_or_epochs():
+    strategy = SimpleNamespace(value="epoch")  # an enumeration, there
+    assert (
+        facts.effective_arguments(SimpleNamespace(save_strategy=strategy), STATE)["save_strategy"] == "epoch"
+    )
+
+
 @pytest.mark.parametrize(
     ("args", "state", "trainer", "batch"),
     [

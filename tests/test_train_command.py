@@ -133,6 +133,13 @@ def test_a_bad_run_file_is_refused_before_anything_starts(machine: Machine, chan
     assert not (machine.home / "runs").exists()
 
 
+def test_a_deadline_that_is_over(machine: Machine):
+    code, output = machine.run("train", str(write_config(machine.folder, deadline="2020-01-01T00:00Z")))
+    assert code == 2
+    assert "deadline: 2020-01-01T" in output and "is over: a deadline must lie ahead" in output
+    assert not (machine.home / "runs").exists()
+
+
 def test_a_run_file_that_is_not_there(machine: Machine):
     code, output = machine.run("train", str(machine.folder / "nothing.yaml"))
     assert code == 2

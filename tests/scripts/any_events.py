@@ -65,4 +65,8 @@ with (folder / "events.jsonl").open("ab", buffering=0) as file:
             phase_monotonic=time.monotonic(), activity_monotonic=time.monotonic(),
         )  # fmt: skip
         time.sleep(0.02)
+# Whoever watches has seen something of it before it ends.
+deadline = time.monotonic() + 30.0
+while not (folder / "seen").exists() and time.monotonic() < deadline:
+    time.sleep(0.02)
 sys.exit(dice.choice([0, 0, 1, 3]))

@@ -18,11 +18,16 @@ parser.add_argument("output_dir")
 parser.add_argument("--steps", type=int, default=6)
 parser.add_argument("--step-seconds", type=float, default=0.0, help="sleep in each step")
 parser.add_argument("--data-seconds", type=float, default=0.0, help="the rank sleeps before each batch")
+parser.add_argument("--loss-seconds", type=float, default=0.0, help="the rank sleeps before each loss")
 parser.add_argument("--rank", type=int, default=0, help="the one that is slow, hangs, dies or raises")
 parser.add_argument("--hang-in", choices=["data", "step", "loss"])
 parser.add_argument("--hang-at", type=int, default=3, help="hang after this many steps")
 parser.add_argument("--kill-at", type=int, help="SIGKILL to itself after this many steps")
 parser.add_argument("--raise-times", type=int, default=0, help="fail so many attempts, before the first step")
+parser.add_argument("--save-steps", type=int, default=0, help="0: no checkpoints")
+parser.add_argument(
+    "--take-saves-back", action="store_true", help="a callback that wants none of these saves"
+)
 parser.add_argument("--save-on-term", action="store_true", help="on SIGTERM, take a while to write a file")
 options = parser.parse_args()
 
@@ -64,6 +69,8 @@ class Faults(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         global done
         done = state.global_step
+        if options.take_saves_back:
+            control.should_save = False
         if CHOSEN and done == options.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -72,6 +79,8 @@ class Plain(Trainer):
     def compute_loss(self, *args, **kwargs):
         if CHOSEN and options.hang_in == "loss" and self.state.global_step >= options.hang_at:
             hang()
+        if CHOSEN:
+            time.sleep(options.loss_seconds)
         return super().compute_loss(*args, **kwargs)
 
 
@@ -108,7 +117,8 @@ trainer = Plain(
         max_steps=options.steps,
         per_device_train_batch_size=2,
         logging_steps=2,
-        save_strategy="no",
+        save_strategy="steps" if options.save_steps else "no",
+        save_steps=options.save_steps or 500,
         report_to="none",
         use_cpu=True,
         disable_tqdm=True,

@@ -33,6 +33,7 @@ parser.add_argument(
 parser.add_argument("--noise-mb", type=int, default=0, help="write this much to stderr before the training")
 parser.add_argument("--save-only-model", action="store_true")
 parser.add_argument("--own-callback", action="store_true", help="pass tunewatch's callback, too")
+parser.add_argument("--off", action="append", default=[], help="a signal that our callback switches off")
 parser.add_argument("--swallow", action="store_true", help="catch the training's exception and exit with 0")
 options = parser.parse_args()
 
@@ -125,7 +126,7 @@ callbacks = [Faults()]
 if options.own_callback:
     from tunewatch import TunewatchCallback
 
-    callbacks.append(TunewatchCallback())
+    callbacks.append(TunewatchCallback(off=options.off))
 if options.hang_in == "prepare":
     hang()
 trainer = Trainer(

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+import typer.core
 
 from tunewatch import __version__, states
-from tunewatch.durations import DurationError, parse_duration
-from tunewatch.health import Patience, Thresholds
+from tunewatch.durations import DurationError, parse_deadline, parse_duration, slurm_deadline
+from tunewatch.finetune.errors import nearest
+from tunewatch.health import SIGNALS, Patience, ThresholdError, Thresholds
+from tunewatch.probe.values import as_number
 from tunewatch.progressview import shown_percent
 from tunewatch.provenance import masked_command, masked_text, overlap_warning
 from tunewatch.review import ReviewError, mark_reviewed, read_samples, review_state, was_evaluated
@@ -56,7 +62,21 @@ Name = Annotated[str | None, typer.Option(help="Name of the run, shown to people
 RunId = Annotated[str | None, typer.Option("--run-id", help="Id of the run; default: a new one.")]
 Grace = Annotated[str, typer.Option(help="Time between a request to end and SIGKILL.")]
 Walltime = Annotated[
-    str | None, typer.Option(help="When the allocation ends, from now, e.g. 8h; shown as a deadline.")
+    str | None, typer.Option(help="How long its time is, from now, e.g. 8h; you are told if it will not do.")
+]
+Deadline = Annotated[
+    str | None,
+    typer.Option(
+        help="When its time is over: 2026-12-24T18:00 (local time, or with a zone), or 18:00 for the next such time. "
+        "Of several (--walltime, the end of a Slurm job) the earliest counts."
+    ),
+]
+Off = Annotated[
+    list[str] | None, typer.Option("--off", help="A signal that is not to be raised (repeatable).")
+]
+ThresholdOption = Annotated[
+    list[str] | None,
+    typer.Option("--threshold", help="NAME=VALUE, e.g. overfit_ratio=1.15 (repeatable)."),
 ]
 NoLinger = Annotated[bool, typer.Option("--no-linger", help="Leave at once when the run has ended.")]
 
@@ -73,6 +93,28 @@ class CommandError(UsageError):
         self.code = code
 
 
+WRONG_USAGE = 64
+"""EX_USAGE of sysexits.h."""
+
+
+class _Judging(typer.core.TyperCommand):
+    """A command whose exit code says what it found: where it was asked wrongly, the code is WRONG_USAGE."""
+
+    def make_context(self, *arguments: Any, **options: Any) -> Any:
+        try:
+            return super().make_context(*arguments, **options)
+        except Exception as error:
+            if getattr(error, "exit_code", None) == 2:
+                error.exit_code = WRONG_USAGE  # type: ignore[attr-defined]
+            raise
+
+    def invoke(self, context: Any) -> Any:
+        try:
+            return super().invoke(context)
+        except UsageError as error:
+            raise CommandError(str(error), WRONG_USAGE) from error
+
+
 @app.command("exec", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def exec_command(
     context: typer.Context,
@@ -82,6 +124,9 @@ def exec_command(
     patience: PatienceOption = None,
     grace: Grace = "60s",
     walltime: Walltime = None,
+    deadline: Deadline = None,
+    off: Off = None,
+    threshold: ThresholdOption = None,
     no_linger: NoLinger = False,
 ) -> None:
     """Run any training command and watch it: tunewatch exec -- python train.py
@@ -94,7 +139,8 @@ def exec_command(
         raise UsageError(
             "exec: no command given. Write it behind --, as in: tunewatch exec -- python train.py"
         )
-    options = _options(listen, patience, grace, no_linger, walltime)
+    limits = _limits(parse_thresholds(threshold or []), off or [])
+    options = _options(listen, patience, grace, no_linger, walltime, limits, deadline)
     folder = create_run(
         run_id=run_id_not_watched(run_id),
         name=masked_text(name or Path(_script(command)).stem),
@@ -127,14 +173,22 @@ def train(
     patience: PatienceOption = None,
     grace: Grace = "60s",
     walltime: Walltime = None,
+    deadline: Deadline = None,
+    off: Off = None,
+    threshold: ThresholdOption = None,
     no_linger: NoLinger = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress display.")] = False,
 ) -> None:
     """Fine-tune with TRL's SFTTrainer and PEFT from a YAML file, watched from start to end."""
     from tunewatch.trainjob import prepare, run_job
 
-    options = _options(listen, patience, grace, no_linger, walltime)
-    job = prepare(config, name=name, run_id=run_id, options=options, patience=parse_patience(patience or []))
+    thresholds = parse_thresholds(threshold or [])
+    limits = _limits(thresholds, off or [])
+    options = _options(listen, patience, grace, no_linger, walltime, limits, deadline)
+    job = prepare(
+        config, name=name, run_id=run_id, options=options, patience=parse_patience(patience or []),
+        thresholds=thresholds,
+    )  # fmt: skip
     raise typer.Exit(run_job(job, quiet=quiet))
 
 
@@ -146,6 +200,9 @@ def adopt(
     ] = None,
     listen: Listen = None,
     patience: PatienceOption = None,
+    deadline: Deadline = None,
+    off: Off = None,
+    threshold: ThresholdOption = None,
     no_linger: NoLinger = False,
     session: Annotated[
         str | None, typer.Option(hidden=True, help="Which session of the process; our callback names it.")
@@ -163,7 +220,11 @@ def adopt(
     ended = (folder.read("verdict.json") or {}).get("ending")
     if ended is not None and session is None and Adopted(pid, start).poll():
         raise UsageError(f"adopt: run {folder.run_id} has ended: {ended['state']}. {ended['message']}")
-    options = _options(listen, patience, "60s", no_linger)
+    kept_limits, kept_off = _kept(known)
+    limits = _limits({**kept_limits, **parse_thresholds(threshold or [])}, [*kept_off, *(off or [])])
+    options = _options(listen, patience, "60s", no_linger, limits=limits, deadline=deadline)
+    if deadline is None:
+        options.deadline = as_number(known.get("deadline"))
     if known.get("patience"):
         options = replace(
             options, patience=Patience(**{**known["patience"], **parse_patience(patience or [])})
@@ -281,6 +342,9 @@ def stack(
         int | None, typer.Option(help="Default: 9093, or the next free one.")
     ] = None,
     receiver_url: Annotated[str | None, typer.Option(help="Webhook for alerts; default: shown here.")] = None,
+    alertmanager_config: Annotated[
+        Path | None, typer.Option(help="Routes and receivers of yours; start from alertmanager.slack.yml.")
+    ] = None,
     grafana_url: Annotated[
         str | None, typer.Option(help="A Grafana of yours, for the links in alerts.")
     ] = None,
@@ -292,19 +356,22 @@ def stack(
     from tunewatch.runfolder import tunewatch_home
     from tunewatch.stack import gpu_driver_is_here, run_stack
 
-    raise typer.Exit(
-        run_stack(
+    try:
+        code = run_stack(
             tunewatch_home(),
             time_scale=time_scale,
             prometheus_port=prometheus_port,
             alertmanager_port=alertmanager_port,
             receiver_url=receiver_url,
+            alertmanager_file=alertmanager_config,
             grafana_url=grafana_url,
             retention=retention,
             sidecar="auto" if gpu_driver_is_here() else None,
             console=Console(),
         )
-    )
+    except ValueError as error:
+        raise UsageError(f"stack: {error}") from None
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -344,28 +411,24 @@ def demo(
     raise typer.Exit(run_demo(fault, keep=keep))
 
 
-@app.command()
+@app.command(cls=_Judging)
 def replay(
     files: Annotated[
         list[str], typer.Argument(help="Logs of trainings in any form, folders of them, or ids of runs.")
     ],
     as_json: Annotated[bool, typer.Option("--json", help="A JSON list instead of text.")] = False,
-    off: Annotated[
-        list[str] | None, typer.Option("--off", help="A signal that is not to be raised (repeatable).")
-    ] = None,
-    threshold: Annotated[
-        list[str] | None,
-        typer.Option("--threshold", help="NAME=VALUE, e.g. overfit_ratio=1.15 (repeatable)."),
-    ] = None,
+    off: Off = None,
+    threshold: ThresholdOption = None,
 ) -> None:
     """Judge past runs by their logs, with the detectors that watch live ones.
 
-    Exit code by the worst run: 0 ok or unknown, 1 attention, 2 bad; 3 when nothing could be read.
+    Exit code by the worst run: 0 ok or unknown, 1 attention, 2 bad; 3 when nothing could be read; 64 for a wrong
+    option.
     """
     from tunewatch.replay import Report, exit_code, json_list, summary, text_lines
     from tunewatch.replay import replay as replay_path
 
-    limits = _thresholds(threshold or [], off or [])
+    limits = _limits(parse_thresholds(threshold or []), off or [])
     seen: list[Report] = []
 
     def reports() -> Iterator[Report]:
@@ -385,6 +448,54 @@ def replay(
     raise typer.Exit(exit_code(seen))
 
 
+@app.command("import", cls=_Judging)
+def import_command(
+    files: Annotated[
+        list[str], typer.Argument(help="Logs of trainings in any form, folders of them, or ids of runs.")
+    ],
+    into: Annotated[
+        Path | None, typer.Option(help="Data folder of a Prometheus (--storage.tsdb.path), which may be running.")
+    ] = None,
+    openmetrics: Annotated[
+        str | None, typer.Option(help="File to write OpenMetrics text to instead, - for standard output.")
+    ] = None,
+    run_id: Annotated[
+        str | None, typer.Option("--run-id", help="Id of the run; default: its own, or one made of its logs.")
+    ] = None,
+    name: Name = None,
+    start: Annotated[
+        str | None, typer.Option(help="When a run without times of its own began, e.g. 2026-01-31T18:00.")
+    ] = None,
+    end: Annotated[str | None, typer.Option(help="When it ended; default: when its file was written.")] = None,
+    seconds_per_log: Annotated[
+        float | None, typer.Option(help="How far apart its logs are; default: by its summary, else 10.")
+    ] = None,
+    interval: Annotated[str, typer.Option(help="How often a value that does not change is written.")] = "1m",
+) -> None:
+    """Put past runs into Prometheus, so that they stand beside new ones in Grafana.
+
+    Exit code: 0 all were imported, 1 some were not, 3 none was.
+    """
+    from tunewatch.backfill import ImportRefused, run_import
+    from tunewatch.binaries import BinaryMissing
+
+    try:
+        code = run_import(
+            files,
+            into=into,
+            openmetrics=openmetrics,
+            run_id=run_id,
+            name=name,
+            start=start,
+            end=end,
+            seconds_per_log=seconds_per_log,
+            interval=interval,
+        )
+    except (ImportRefused, DurationError, BinaryMissing) as error:
+        raise UsageError(str(error)) from error
+    raise typer.Exit(code)
+
+
 @app.command()
 def version() -> None:
     """Print the version."""
@@ -392,7 +503,7 @@ def version() -> None:
 
 
 def main() -> None:
-    """Entry point: every expected error is one line on stderr and exit code 2."""
+    """Entry point: every expected error is one line on stderr and exit code 2 (64 where 2 is a verdict)."""
     try:
         app()
     except (UsageError, RunFolderError, ListenError, AlreadyWatched, ReviewError) as error:
@@ -414,13 +525,18 @@ def _options(
     grace: str,
     no_linger: bool,
     walltime: str | None = None,
+    limits: Thresholds | None = None,
+    deadline: str | None = None,
 ) -> Options:
     try:
         options = Options(
             linger=not no_linger,
             grace=parse_duration(grace),
             patience=Patience(**parse_patience(patience or [])),
+            thresholds=limits or Thresholds(),
             walltime=parse_duration(walltime) if walltime is not None else None,
+            deadline=_deadline(deadline),
+            allocation_end=slurm_deadline(os.environ, time.time()),
         )
     except DurationError as error:
         raise UsageError(str(error)) from error
@@ -430,6 +546,13 @@ def _options(
             raise UsageError(f"--listen {listen!r}: expected HOST:PORT, e.g. 127.0.0.1:9470")
         options.host, options.port = host.strip("[]") or options.host, int(port)
     return options
+
+
+def _deadline(text: str | None) -> float | None:
+    try:
+        return None if text is None else parse_deadline(text, datetime.now(UTC))
+    except DurationError as error:
+        raise UsageError(f"--deadline: {error}") from error
 
 
 def parse_patience(items: list[str]) -> dict[str, float]:
@@ -445,25 +568,37 @@ def parse_patience(items: list[str]) -> dict[str, float]:
     return values
 
 
-def _thresholds(items: list[str], off: list[str]) -> Thresholds:
-    values: dict[str, Any] = {}
-    defaults = Thresholds()
+def parse_thresholds(items: list[str]) -> dict[str, float]:
+    """Read `--threshold` items into limits by name; UsageError names the limits there are."""
+    values: dict[str, float] = {}
+    names = Thresholds.names()
     for item in items:
         name, equals, text = item.partition("=")
-        if not equals or name not in Thresholds.names():
+        if not equals or name not in names:
+            near = nearest(name, names)
             raise UsageError(
-                f"--threshold {item!r}: expected NAME=VALUE with one of {', '.join(Thresholds.names())}"
+                f"--threshold {item!r}: expected NAME=VALUE with one of {', '.join(names)}"
+                + (f"; did you mean {near!r}?" if near else "")
             )
-        kind = type(getattr(defaults, name))
         try:
-            values[name] = kind(text)
-        except ValueError as error:
-            wanted = "a whole number" if kind is int else "a number"
-            raise UsageError(f"--threshold {item!r}: expected {wanted} above 0") from error
+            values[name] = float(text)
+        except ValueError:
+            raise UsageError(f"--threshold {item!r}: expected a number above 0") from None
+    return values
+
+
+def _limits(thresholds: Mapping[str, float], off: Iterable[str]) -> Thresholds:
     try:
-        return Thresholds(**values, off=frozenset(off))
-    except ValueError as error:
-        raise UsageError(f"replay: {error}") from error
+        return Thresholds.chosen(thresholds, off)
+    except ThresholdError as error:
+        raise UsageError(str(error)) from error
+
+
+def _kept(known: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Thresholds and switched-off signals that the last supervisor was given, as far as there still are such."""
+    limits, off = known.get("thresholds") or {}, known.get("off") or ()
+    names = Thresholds.names()
+    return {name: limits[name] for name in limits if name in names}, [name for name in off if name in SIGNALS]
 
 
 def _factor(text: str) -> float:
@@ -488,6 +623,8 @@ def _run_line(folder: RunFolder) -> str:
     parts = [_step(verdict)]
     if state == states.COMPLETED:
         parts += [_evaluation(folder), _samples(folder)]
+    if verdict.get("act") not in (None, "keep"):
+        parts.append(str(verdict.get("act_text")))
     shown = ", ".join(filter(None, parts))
     return f"{folder.run_id:24} {facts.get('name', '')!s:20} {state:12} {verdict.get('health', ''):10} {shown}".rstrip()
 
@@ -536,6 +673,9 @@ def _describe(folder: RunFolder) -> Iterator[str]:
         "state": _state(folder, verdict),
         "ending": f"{ending.get('message', '')} {ending.get('advice', '')}".strip(),
         "health": verdict.get("health"),
+        "reason": verdict.get("reason") if verdict.get("reason") != ending.get("message") else None,
+        "act": verdict.get("act_text"),
+        "evidence": ", ".join(verdict.get("evidence") or ()),
         "progress": _step(verdict),
         "evaluation": _evaluation(folder),
         "samples": _samples(folder),

@@ -20,7 +20,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from tunewatch import __version__
-from tunewatch.health import SIGNALS
+from tunewatch.health import ACTS
 from tunewatch.probe.pulse import STEP_BUCKETS
 from tunewatch.states import STATES
 from tunewatch.supervisor.snapshot import RankSnapshot, Snapshot
@@ -101,10 +101,13 @@ def _end(snapshot: Snapshot) -> Iterator[Sample]:
 
 
 def _signals(snapshot: Snapshot) -> Iterator[Sample]:
-    if snapshot.health == "unknown":
-        return
     active = {verdict.signal for verdict in snapshot.verdicts}
-    yield from (((signal,), float(signal in active)) for signal in SIGNALS)
+    yield from (((signal,), float(signal in active)) for signal in snapshot.judged)
+
+
+def _acts(snapshot: Snapshot) -> Iterator[Sample]:
+    if snapshot.health != "unknown":
+        yield from (((act,), float(act == snapshot.glance.act)) for act in ACTS)
 
 
 def _level(snapshot: Snapshot) -> float | None:
@@ -203,13 +206,15 @@ METRICS: tuple[MetricDefinition, ...] = (
     D("rank_phase_seconds", "counter", "Time of this session by rank and phase; only where there are several. A rank that waits for data while the others compute is the slow one.", _rank_phases, ("rank", "phase")),
     D("last_activity_timestamp_seconds", "gauge", "Last sign of life (step, micro-batch, evaluation batch, phase), Unix time.", _one(lambda s: s.last_activity)),
     D("progress_deadline_timestamp_seconds", "gauge", "When silence will be called a stall, learned from the run's pace and phase.", _one(lambda s: s.deadline)),
-    D("walltime_deadline_timestamp_seconds", "gauge", "When the allocation ends (--walltime, walltime in the run file), Unix time.", _one(lambda s: s.walltime_deadline)),
+    D("walltime_deadline_timestamp_seconds", "gauge", "When the run's time is over, Unix time: the earliest of deadline, walltime and the end of the Slurm job.", _one(lambda s: s.walltime_deadline)),
     D("nonfinite_steps", "counter", "Steps of this session whose value was NaN or infinite and that were not skipped.", _each(lambda s: s.nonfinite_steps), ("what",)),
     D("nonfinite_streak", "gauge", "Such steps in a row, up to now.", _one(lambda s: s.nonfinite_streak)),
     D("first_nonfinite_step", "gauge", "First such step of this session.", _one(lambda s: s.first_nonfinite_step)),
+    D("nonfinite_last_timestamp_seconds", "gauge", "When such a step was last seen, Unix time; absent until one comes while the run is watched.", _each(lambda s: s.nonfinite_times), ("what",)),
     D("nan_filter_active", "gauge", "1 when the trainer replaces a non-finite loss in what it logs (logging_nan_inf_filter).", _one(lambda s: s.nan_filter)),
-    D("health", "gauge", "1 while the signal holds for the run, else 0.", _signals, ("signal",)),
-    D("health_level", "gauge", "0 ok, 1 attention, 2 bad; absent while unknown.", _one(_level)),
+    D("health", "gauge", "1 while the signal holds for the run, else 0; a signal that is switched off for the run is absent.", _signals, ("signal",)),
+    D("health_level", "gauge", "The run at one glance: 0 ok, 1 attention, 2 bad (also a run that failed); absent while unknown.", _one(_level)),
+    D("suggested_act", "gauge", "1 for what to do about the run (keep, stop, restart, resume), 0 for the others; absent while its health is unknown.", _acts, ("act",)),
     D("checkpoints_saved", "counter", "Checkpoints saved in this session.", _one(lambda s: s.checkpoints_saved_total)),
     D("checkpoints_present", "gauge", "Complete checkpoints on the disk.", _one(lambda s: s.checkpoints_present)),
     D("checkpoints_broken", "gauge", "Checkpoint folders on the disk that are incomplete or damaged.", _one(lambda s: s.checkpoints_broken)),
@@ -227,13 +232,15 @@ METRICS: tuple[MetricDefinition, ...] = (
     D("resume_lost", "gauge", "1 for a part of the training state that the resume did not restore.", _each(lambda s: s.resume_lost), ("part",)),
     D("hub_push_failures", "counter", "Pushes to the hub that failed in this session.", _one(lambda s: s.hub_push_failures_total)),
     D("hub_push_last_success_timestamp_seconds", "gauge", "When a push to the hub last succeeded, Unix time.", _one(lambda s: s.hub_push_last_success)),
+    D("hub_push_last_failure_timestamp_seconds", "gauge", "When a push to the hub last failed, Unix time.", _one(lambda s: s.hub_push_last_failure)),
     D("samples_generated", "gauge", "Generations written for a person to review.", _one(lambda s: s.samples_generated)),
     D("samples_reviewed", "gauge", "Of those, how many a person has marked as read (tunewatch samples review).", _one(lambda s: s.samples_reviewed)),
     D("eval_overlap_rows", "gauge", "Evaluation rows that also occur in the training data; absent where that can not be told.", _one(lambda s: s.eval_overlap_rows)),
     D("run_gpu_info", "info", "The GPUs of a live run, by uuid in NVML's spelling.", _gpus, ("rank", "uuid")),
     D("process_memory_bytes", "gauge", "Memory of the training process: allocated, reserved, peak on its GPU, rss on the host.", _memory, ("rank", "device", "kind")),
     D("probe_seconds", "counter", "Time that the probe took on the training threads of this session, estimated from one step in 61.", _one(lambda s: s.probe_seconds_total)),
-    D("probe_errors", "counter", "Faults of the monitoring itself: hook (in the training process), append (events the disk did not take at once), malformed (lines that could not be read).", _each(lambda s: s.probe_errors), ("kind",)),
+    D("probe_errors", "counter", "Faults of the monitoring itself: hook (in the training process), append (events the disk did not take at once), malformed (lines that could not be read), evidence (files that could not be written).", _each(lambda s: s.probe_errors), ("kind",)),
+    D("probe_error_last_timestamp_seconds", "gauge", "When the count of such a fault was last seen to grow, Unix time; absent until it does while the run is watched.", _each(lambda s: s.probe_error_times), ("what",)),
     D("clock_jumps", "counter", "Times that the clock of this machine was set while the run was watched.", _one(lambda s: s.clock_jumps_total)),
 )  # fmt: skip
 

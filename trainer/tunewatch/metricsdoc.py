@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tunewatch.health import SIGNALS
+from tunewatch.health import ACTS, SIGNALS
 from tunewatch.metrics import BUILD_INFO, METRICS, STEP_DURATION, STEP_DURATION_HELP, SUFFIXES, TIME
 from tunewatch.probe.pulse import PHASES
 from tunewatch.states import STATES
@@ -44,6 +44,7 @@ GPU_THEMES = {
     "tunewatch_gpu_info": "Which GPUs, and whether they answer",
     "tunewatch_gpu_utilization_ratio": "Load and memory",
     "tunewatch_gpu_power_watts": "Power, heat and clocks",
+    "tunewatch_gpu_recovery_action": "Faults and wear",
     "tunewatch_gpu_collector_success": "The sidecar itself",
 }
 
@@ -80,6 +81,44 @@ RECORDED = (
         "gauge",
         ("run_id", "state", "reason"),
         "When Prometheus last saw the run ended for the reason. For the alerts.",
+    ),
+    Row(
+        "run:tunewatch_goodput:ratio",
+        "gauge",
+        ("run_id",),
+        "Share of the time since the first start that went into steps that were kept, 0-1; an estimate where the "
+        "sessions of the run differ in pace.",
+    ),
+    Row(
+        "run:tunewatch_goodput:ratio1h",
+        "gauge",
+        ("run_id",),
+        "The same of the last hour, as measured; the time between sessions counts.",
+    ),
+    Row("run:tunewatch_goodput:ratio24h", "gauge", ("run_id",), "The same of the last day."),
+    Row(
+        "run_reason:tunewatch_badput_seconds:increase24h",
+        "gauge",
+        ("run_id", "reason"),
+        "Seconds of the last day that were no goodput, by reason: training_prep, program_startup, data_loading, "
+        "checkpoint_save, evaluation, packaging, stalled, wasted_progress_from_disruption, "
+        "infrastructure_recovery_from_disruption.",
+    ),
+    Row(
+        "run_phase:tunewatch_phase_seconds:max",
+        "gauge",
+        ("run_id", "phase"),
+        "tunewatch_phase_seconds_total as one series per run over all its sessions and ports; a counter with resets.",
+    ),
+    Row(
+        "run:tunewatch_wasted_seconds:max", "gauge", ("run_id",), "tunewatch_wasted_seconds_total, likewise."
+    ),
+    Row("run:tunewatch_elapsed_seconds:max", "gauge", ("run_id",), "tunewatch_elapsed_seconds, likewise."),
+    Row(
+        "run:tunewatch_session_elapsed_seconds:max",
+        "gauge",
+        ("run_id",),
+        "tunewatch_session_elapsed_seconds, likewise.",
     ),
 )
 """What prometheus/rules records, for dashboards and queries of one's own."""
@@ -175,10 +214,20 @@ def label_values() -> dict[str, Sequence[str]]:
         "`state` of `tunewatch_run_state`": STATES,
         "`reason` of `tunewatch_run_end_info`": [*ADVICE, "killed_signal_N"],
         "`signal` of `tunewatch_health`": list(SIGNALS),
+        "`act` of `tunewatch_suggested_act`": ACTS,
         "`phase` of `tunewatch_phase_seconds_total`": [*PHASES, "stalled"],
         "`sensor` of `tunewatch_gpu_temperature_celsius`": of_fields("tunewatch_gpu_temperature_celsius"),
         "`domain` of `tunewatch_gpu_clock_hertz`": of_fields("tunewatch_gpu_clock_hertz"),
+        "`limit` of `tunewatch_gpu_temperature_limit_celsius`": of_fields(
+            "tunewatch_gpu_temperature_limit_celsius"
+        ),
         "`reason` of `tunewatch_gpu_throttle_active`": list(THROTTLE_BITS),
+        "`reason` of `tunewatch_gpu_throttle_seconds_total`": of_fields(
+            "tunewatch_gpu_throttle_seconds_total"
+        ),
+        "`action` of `tunewatch_gpu_recovery_action`": of_fields("tunewatch_gpu_recovery_action"),
+        "`kind` of `tunewatch_gpu_ecc_errors_total`": of_fields("tunewatch_gpu_ecc_errors_total"),
+        "`kind` of `tunewatch_gpu_remapped_rows`": of_fields("tunewatch_gpu_remapped_rows"),
     }
 
 

@@ -86,6 +86,8 @@ def describe(snapshot: Snapshot) -> str:
         parts.append(f"{dataset} loss {value:.4g}")
     if snapshot.eta is not None and snapshot.state in ("training", "validating"):
         parts.append(f"{human_duration(snapshot.eta)} left")
+    if snapshot.glance.act != "keep":
+        parts.append(snapshot.glance.act_text)
     if not parts and snapshot.phase_detail:
         share = f" {snapshot.phase_ratio:.0%}" if snapshot.phase_ratio is not None else ""
         parts.append(f"{snapshot.phase_detail}{share}")

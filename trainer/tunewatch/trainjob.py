@@ -7,12 +7,14 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tunewatch import states
-from tunewatch.finetune.errors import require_train_extra
-from tunewatch.health import Patience
+from tunewatch.durations import DurationError, parse_deadline
+from tunewatch.finetune.errors import ConfigError, require_train_extra
+from tunewatch.health import Patience, Thresholds
 from tunewatch.progressview import ProgressView
 from tunewatch.provenance import overlap_warning
 from tunewatch.review import review_state
@@ -41,8 +43,11 @@ def prepare(
     run_id: str | None,
     options: Options,
     patience: Mapping[str, float],
+    thresholds: Mapping[str, float],
 ) -> Job:
     """Check the configuration and make the run's folder, before anything is started.
+
+    `patience` and `thresholds` are those of the command line, which go before those of the file.
 
     Raises ConfigError (which names key, found and allowed), MissingExtraError and RunFolderError.
     """
@@ -50,6 +55,7 @@ def prepare(
     from tunewatch.finetune.config import load_config
 
     config = load_config(config_path)
+    deadline = _deadline(config) if options.deadline is None else options.deadline
     if name is not None:
         config = config.model_copy(update={"name": name})
     earlier = _earlier_run(config)
@@ -67,7 +73,11 @@ def prepare(
     options = replace(
         options,
         patience=Patience(**{**config.patience, **patience}),
+        thresholds=Thresholds.chosen(
+            {**config.health.thresholds, **thresholds}, options.thresholds.off.union(config.health.off)
+        ),
         walltime=options.walltime or config.walltime,
+        deadline=deadline,
     )
     return Job(folder, options)
 
@@ -107,6 +117,15 @@ def _say_what_is_not_known_yet(folder: RunFolder) -> None:
     samples = review_state(folder)
     if samples is not None and samples.generated:
         say(f"{samples}: tunewatch samples show {folder.run_id}")
+
+
+def _deadline(config: RunConfig) -> float | None:
+    if config.deadline is None:
+        return None
+    try:
+        return parse_deadline(config.deadline, datetime.now(UTC))
+    except DurationError as error:
+        raise ConfigError(str(error), key="deadline") from error
 
 
 def _earlier_run(config: RunConfig) -> str | None:

@@ -157,11 +157,20 @@ def _health() -> Panel:
         return f'label_replace({active}, "signal", "{level}: $1", "signal", "(.*)")'
 
     levels = sorted(set(SIGNALS.values()), key=list(palette.LEVELS).index)
-    fine = f'label_replace(max by (run_id) (tunewatch_health_level{{{RUN}}}) == 0, "signal", "ok", "", "")'
+
+    def level_is(code: int, text: str) -> str:
+        return f'label_replace(max by (run_id) (tunewatch_health_level{{{RUN}}}) == {code}, "signal", "{text}", "", "")'
+
+    fine = level_is(0, "ok")
+    # A run that failed is bad, one that was preempted asks for attention, without any signal.
+    ends = [
+        f"({level_is(code, f'{level}: the way it ended')} unless on () {holding(level)})"
+        for level, code in (("bad", 2), ("attention", 1))
+    ]
     return words(
         "Health",
         "The supervisor's verdict with the signals that hold now. Normal is “ok”; without data nobody judges the run.",
-        instant(" or ".join([*map(holding, levels), fine]), "{{signal}}"),
+        instant(" or ".join([*map(holding, levels), *ends, fine]), "{{signal}}"),
         {"^bad": palette.FAILURE, "^attention": palette.ATTENTION, "^ok$": palette.GOOD},
         no_value="no data: not watched now",
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,9 +23,9 @@ from pydantic import (
     model_validator,
 )
 
-from tunewatch.durations import DurationError, parse_duration
+from tunewatch.durations import DurationError, parse_duration, parse_time
 from tunewatch.finetune.errors import ConfigError, nearest
-from tunewatch.health import Patience
+from tunewatch.health import Patience, ThresholdError, Thresholds
 from tunewatch.provenance import is_secret_key, masked_text
 
 TINY_MODEL = "tunewatch:tiny"
@@ -64,6 +65,18 @@ def _duration(value: Any) -> float:
 
 
 Duration = Annotated[float, BeforeValidator(_duration)]
+
+
+def _point_in_time(value: Any) -> Any:
+    if isinstance(value, int | float):
+        raise ValueError('a point in time; in quotes, for YAML takes 18:00 for a number: "18:00"')
+    try:
+        return parse_time(value, datetime.now(UTC))
+    except DurationError as error:
+        raise ValueError(str(error).partition(": ")[2]) from None
+
+
+PointInTime = Annotated[datetime, BeforeValidator(_point_in_time)]
 
 
 class _Section(BaseModel):
@@ -132,6 +145,33 @@ class HubSection(_Section):
     private: bool = True
 
 
+class HealthSection(_Section):
+    """What the verdicts go by: signals that are switched off, and limits other than the defaults."""
+
+    off: list[str] = Field(default_factory=list)
+    thresholds: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _off_is_no_flag(cls, value: Any) -> Any:
+        """YAML 1.1 reads the bare key `off` as false."""
+        if isinstance(value, dict) and False in value:
+            return {"off" if key is False else key: item for key, item in value.items()}
+        return value
+
+    @field_validator("off")
+    @classmethod
+    def _signals(cls, value: list[str]) -> list[str]:
+        Thresholds.chosen(off=value)
+        return value
+
+    @field_validator("thresholds")
+    @classmethod
+    def _limits(cls, value: dict[str, Any]) -> dict[str, Any]:
+        Thresholds.chosen(value)
+        return value
+
+
 def _named(key: str) -> BeforeValidator:
     """A validator that lets a section be given as its main value alone: `model: some/id`."""
 
@@ -153,10 +193,12 @@ class RunConfig(_Section):
     patience: dict[Literal[PATIENCE_KEYS], Duration] = Field(  # type: ignore[valid-type]
         default_factory=dict
     )
+    health: HealthSection = Field(default_factory=HealthSection)
     resume: bool | str = False
     output_dir: Path
     hub: Annotated[HubSection, _named("push_to")] = Field(default_factory=HubSection)
     walltime: Duration | None = None
+    deadline: PointInTime | None = None
 
     @field_validator("lora", mode="before")
     @classmethod
@@ -287,6 +329,7 @@ _SECTIONS: dict[str, type[_Section]] = {
     "dataset": DatasetSection,
     "samples": SamplesSection,
     "hub": HubSection,
+    "health": HealthSection,
 }
 
 
@@ -294,6 +337,7 @@ _ALLOWED = {
     "lora": "false (full fine-tuning), or a mapping",
     "resume": "false, true, auto, if_available, or the path of a checkpoint",
     "hub.push_to": "user/repository",
+    "health.off": "a list of signals",
     "samples": "a number, false, or a mapping",
     "dataset.path": "a Hub id, a path, or a list of files",
     "dataset.eval_path": "a Hub id, a path, or a list of files",
@@ -330,6 +374,8 @@ def _config_error(error: ValidationError) -> ConfigError:
         return ConfigError(
             "unknown key", key=key, allowed=", ".join(PATIENCE_KEYS), nearest=nearest(path[-1], PATIENCE_KEYS)
         )
+    if isinstance(first.get("ctx", {}).get("error"), ThresholdError):
+        return ConfigError(first["msg"].removeprefix("Value error, "), key=key)
     if first["type"] == "missing":
         return ConfigError(f"missing; {key} is required", key=key)
     message = first["msg"].removeprefix("Value error, ")

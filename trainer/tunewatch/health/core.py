@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tunewatch.health.collapse import Collapse
 from tunewatch.health.evaluation import Evaluation, Scale
-from tunewatch.health.learning import Data, DeadLoss, Flat, NoGradient
-from tunewatch.health.life import HubPushes, Life, Moment, Patience, Safety, Settings, Writers
+from tunewatch.health.flat import Flat
+from tunewatch.health.learning import Data, DeadLoss, NoGradient
+from tunewatch.health.life import HubPushes, Life, Patience, Settings, Writers
+from tunewatch.health.moment import Moment
 from tunewatch.health.numbers import NonFinite, ScalerSkips
+from tunewatch.health.pace import Tempo
 from tunewatch.health.reading import Reader, finite, mapping, whole
+from tunewatch.health.saving import Saving
 from tunewatch.health.schedule import Restart, Resume, ZeroRate
 from tunewatch.health.shape import GradientNorm, Loss
 from tunewatch.health.thresholds import Thresholds
@@ -37,7 +42,8 @@ class Health:
         self._findings = findings = Findings(limits.off)
         self._known = False
         self._life = Life(findings, self.patience)
-        self._safety = Safety(findings)
+        self._saving = Saving(findings, limits)
+        self._tempo = Tempo(findings, limits)
         settings = Settings(findings)
         self.same_as = settings.same_as
         self._hub = HubPushes(findings)
@@ -47,6 +53,7 @@ class Health:
         self._dead = DeadLoss(findings, limits)
         self._gradient = NoGradient(findings, limits)
         self._flat = Flat(findings, limits)
+        self._collapse = Collapse(findings, limits)
         self._data = Data(findings, limits)
         self._zero_rate = ZeroRate(findings, limits)
         self._restart = Restart(findings, limits)
@@ -115,31 +122,36 @@ class Health:
         self._findings.keep_only(*_SURVIVE_A_BEGIN)
         self._reader.preference = training.preference
         for detector in (
-            self._nonfinite, self._skips, self._dead, self._gradient, self._flat, self._data, self._zero_rate,
-            self._restart, self._resume, self._loss, self._norm, self._evaluation,
-            self._scale, self._writers,
+            self._nonfinite, self._skips, self._dead, self._gradient, self._flat, self._collapse, self._data,
+            self._zero_rate, self._restart, self._resume, self._loss, self._norm, self._evaluation,
+            self._scale, self._writers, self._saving, self._tempo,
         ):  # fmt: skip
             detector.begin(training)
 
     def _on_log(self, event: Mapping[str, Any]) -> None:
         self._known = True
         reading = self._reader.read(event)
-        self._nonfinite.log(reading)
+        loss, evaluation = self._loss, self._evaluation
+        self._nonfinite.log(reading, skipped=reading.bad and self._skips.more_in(reading))
         if reading.train:
             self._findings.next_log()
-            self._skips.log(reading)
+            if reading.skipped is not None or self._skips.skipping:
+                self._skips.log(reading)
             self._dead.log(reading)
             self._gradient.log(reading)
-            self._data.log(reading)
+            if reading.tokens_all is not None:
+                self._data.log(reading)
             self._zero_rate.log(reading, skipping=self._skips.skipping)
             self._restart.log(reading)
             self._writers.log(reading)
-            self._loss.log(reading)
-            self._flat.log(reading, self._loss.smooth, self._loss.noise)
+            loss.log(reading)
+            self._flat.log(reading, loss.smooth, loss.noise, evaluation)
+            self._collapse.log(reading, loss.smooth, evaluation)
             self._norm.log(reading)
         if reading.evals:
-            self._evaluation.log(reading, self._loss.smooth)
-        self._scale.log(reading, self._loss.smooth)
+            evaluation.log(reading, loss.smooth)
+        if self._scale.compares:
+            self._scale.log(reading, loss.smooth)
 
     # -- time ---------------------------------------------------------------------------------------------
 
@@ -147,8 +159,10 @@ class Health:
         """Judge the time since the last sign of life and what lies on the disk, and take back what has healed."""
         self._known = True
         self._life.tick(moment)
-        self._safety.tick(moment)
+        self._saving.tick(moment)
+        self._tempo.tick(moment)
         self._nonfinite.tick(moment.step)
+        self._evaluation.tick(moment.checkpoint_steps)
 
     def allowed(self, moment: Moment) -> float:
         """Seconds of silence that the run's phase and own pace excuse."""

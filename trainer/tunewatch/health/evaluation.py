@@ -65,11 +65,13 @@ class Evaluation:
     """`overfitting`, `eval_rising`, `eval_nonfinite`, `no_best_checkpoint`.
 
     Of each evaluation set (a sound one does not heal another), e the new loss, `best` the lowest so far: it rises when
-    e - best > max(10 % (`overfit_ratio` 1.10) of best, floor, `overfit_sigma` (2) noise) in `overfit_evals` (2)
+    e - best > max(10 % (`overfit_ratio` 1.10) of best, floor, `overfit_sigma` (2.5) noise) in `overfit_evals` (2)
     evaluations in a row, or when it rose `rising_evals` (3) times in a row to more than `rising_ratio` (1.05) of best;
     floor = 0.01, or 1 % of the first loss if that is less. It is `overfitting` while the train loss is not above what
-    it was at the best evaluation, `eval_rising` when that rose too. Off where a reward or a preference is optimized.
+    it was at the best evaluation, `eval_rising` when that rose too. A set is only ever compared with itself, for losses
+    over completions or of other texts are on other scales. Off where a reward or a preference is optimized.
     `no_best_checkpoint`: no evaluation loss of any set was ever finite.
+    Source: early stopping, with its patience tightened by the noise; limits chosen on public logs.
     Can not see: other metrics; an accuracy may still improve while the loss rises. Nor the first two evaluations.
     """
 
@@ -78,12 +80,26 @@ class Evaluation:
         self._sets: dict[str, EvalSet] = {}
         self._broken: set[str] = set()
         self._ever_finite = False
+        self._checkpoints: frozenset[int] | None = None
+        self._overfits: tuple[str, EvalSet] | None = None
 
     def begin(self, training: Training) -> None:
         self._broken.clear()
+        self._overfits = None
         if not training.step:
             self._sets.clear()
             self._ever_finite = False
+
+    @property
+    def newest(self) -> float | None:
+        """The lowest of the sets' newest losses; None before the first."""
+        return min((known.last for known in self._sets.values()), default=None)
+
+    @property
+    def fall(self) -> tuple[float, float] | None:
+        """First and lowest loss of the set that fell most; None before a second evaluation."""
+        fallen = [(known.first, known.best) for known in self._sets.values() if known.count > 1]
+        return min(fallen, key=lambda item: item[1] - item[0], default=None)
 
     def log(self, reading: Reading, smooth: Smooth) -> None:
         for key, value, spelled in reading.evals:
@@ -97,6 +113,14 @@ class Evaluation:
                 self._follow(key, value, reading.step, smooth)
         if not self._broken:
             self._findings.drop("eval_nonfinite")
+
+    def tick(self, checkpoints: frozenset[int] | None) -> None:
+        """The steps of the checkpoints that are there now."""
+        if checkpoints == self._checkpoints:
+            return
+        self._checkpoints = checkpoints
+        if self._overfits is not None and self._findings.is_held("overfitting"):
+            self._say_overfitting(*self._overfits, None)
 
     def _nonfinite(self, key: str, step: int | None, spelled: str) -> None:
         if key not in self._broken and len(self._broken) >= MAX_EVAL_SETS:
@@ -128,21 +152,39 @@ class Evaluation:
             self._findings.release("eval_rising")
 
     def _rising(self, key: str, known: EvalSet, step: int | None, smooth: Smooth) -> None:
-        best = f"{known.best:.4g}" + (f" at step {known.best_step}" if known.best_step is not None else "")
-        numbers = f"The evaluation loss ({key}) rose from {best} to {known.last:.4g}"
         if smooth.fast <= known.fast_at_best:
             self._findings.release("eval_rising")
-            self._findings.hold(
-                "overfitting", step, f"{numbers} while the train loss did not rise: the model overfits.",
-                f"Stop it, and keep the checkpoint nearest to step {known.best_step}." if known.best_step is not None
-                else "Stop it, and keep the checkpoint nearest to the best evaluation.",
-            )  # fmt: skip
+            self._overfits = (key, known)
+            self._say_overfitting(key, known, step)
         else:
             self._findings.release("overfitting")
             self._findings.hold(
-                "eval_rising", step, f"{numbers}, and the train loss rose too.",
+                "eval_rising", step, f"{_rise(key, known)}, and the train loss rose too.",
                 "Stop it, and resume from a checkpoint before the rise with a lower learning rate.",
             )  # fmt: skip
+
+    def _say_overfitting(self, key: str, known: EvalSet, step: int | None) -> None:
+        self._findings.hold(
+            "overfitting", step, f"{_rise(key, known)} while the train loss did not rise: the model overfits.",
+            f"Stop it, and keep {self._best_checkpoint(known.best_step)}.",
+        )  # fmt: skip
+
+    def _best_checkpoint(self, best: int | None) -> str:
+        if best is None:
+            return "the checkpoint nearest to the best evaluation"
+        if self._checkpoints is None:
+            return f"the checkpoint nearest to step {best}"
+        if best in self._checkpoints:
+            return f"the checkpoint of step {best}: it is still there"
+        if not self._checkpoints:
+            return f"a checkpoint of about step {best} the next time: there is none"
+        nearest = min(self._checkpoints, key=lambda step: abs(step - best))
+        return f"the checkpoint of step {nearest}: that of step {best} is not there"
+
+
+def _rise(key: str, known: EvalSet) -> str:
+    best = f"{known.best:.4g}" + (f" at step {known.best_step}" if known.best_step is not None else "")
+    return f"The evaluation loss ({key}) rose from {best} to {known.last:.4g}"
 
 
 class Scale:
@@ -151,7 +193,8 @@ class Scale:
     Some versions of transformers (4.46 to 4.51, for one) log a loss that was summed and not averaged. Compared are the
     first train loss with an evaluation within 10 steps of it, and at later evaluations the quick mean of the train
     loss; the ratio has to be within `loss_scale_tolerance` (25 %) of a factor; a factor below 4 counts only at the
-    start and within 10 %. Can not see: anything without an evaluation, or with neither accumulation nor ranks.
+    start and within 10 %. Source: the sums that these versions log.
+    Can not see: anything without an evaluation, or with neither accumulation nor ranks.
     """
 
     def __init__(self, findings: Findings, limits: Thresholds) -> None:
@@ -168,8 +211,13 @@ class Scale:
         self._eval: tuple[int, float] | None = None
         self._train: tuple[int, float] | None = None
 
+    @property
+    def compares(self) -> bool:
+        """Whether there is a factor to look for."""
+        return bool(self._factors)
+
     def log(self, reading: Reading, smooth: Smooth) -> None:
-        if not self._factors or reading.preference:
+        if reading.preference:
             return
         step = reading.step or 0
         if reading.loss is not None and reading.loss > 0.0 and self._train is None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from tunewatch.health.baseline import Smooth
 from tunewatch.health.reading import Reading
 from tunewatch.health.thresholds import Thresholds
 from tunewatch.health.training import Training
 from tunewatch.health.verdict import Findings
-
-NOISY_FACTOR = 3
-"""So many times more logs tell a flat loss from a slow one where the noise hides both."""
 
 
 class DeadLoss:
@@ -22,6 +18,8 @@ class DeadLoss:
     - gradient norm above 0: transformers 4 rounds the loss to 4 digits, so this is "below 5e-5", and alive.
     "Not reached by learning": among the first two logs, or the last loss above 0 was over `dead_loss` (0.05); a model
     that memorised its data comes down to 0 in small steps. Off where a reward is optimized: there 0.0 is usual.
+    Source: what transformers and TRL log for such runs. Can not see: masked labels where the loss is NaN and not 0, and
+    no tokens are counted (then it is `nonfinite`).
     """
 
     def __init__(self, findings: Findings, limits: Thresholds) -> None:
@@ -32,27 +30,35 @@ class DeadLoss:
         self._zeros = self._still = self._logs = 0
         self._alive: float | None = None
         self._tokens: tuple[float, float] = (0.0, 0.0)
-        self._tokens_known = False
+        self._tokens_known = self._raised = False
 
     def log(self, reading: Reading) -> None:
         if reading.preference:
             return
-        self._count_tokens(reading)
+        loss = reading.loss
+        if reading.tokens_all is not None and reading.tokens_loss is not None:
+            self._count_tokens(reading.tokens_all, reading.tokens_loss)
         self._logs += 1
-        if reading.loss == 0.0 and reading.norm_bad is None:
+        if loss == 0.0 and reading.norm_bad is None:
             self._zeros += 1
         else:
             self._zeros = 0
-            if reading.loss is not None:
-                self._alive = reading.loss
+            if loss is not None:
+                self._alive = loss
+        if self._zeros >= 2 or self._still >= 2 or self._raised:
+            self._judge(reading)
+
+    def _judge(self, reading: Reading) -> None:
         early = self._logs - self._zeros < 2
         dead = self._zeros >= 2 and (early or self._alive is None or self._alive > self._limits.dead_loss)
         masked = self._still >= 2 or (dead and reading.norm == 0.0 and not self._tokens_known)
+        silent = dead and not masked and (reading.norm is None or reading.norm == 0.0)
+        self._raised = masked or silent
         if masked:
             self._masked(reading.step)
         else:
             self._findings.release("labels_masked")
-        if dead and not masked and (reading.norm is None or reading.norm == 0.0):
+        if silent:
             self._findings.hold(
                 "zero_loss", reading.step,
                 "The loss is exactly 0.0 log after log: the run is dead, or no label reaches the loss.",
@@ -61,16 +67,14 @@ class DeadLoss:
         else:
             self._findings.release("zero_loss")
 
-    def _count_tokens(self, reading: Reading) -> None:
-        if reading.tokens_all is None or reading.tokens_loss is None:
-            return
-        everything, labels = self._tokens
-        if reading.tokens_loss > labels:
+    def _count_tokens(self, all_tokens: float, labels: float) -> None:
+        everything, before = self._tokens
+        if labels > before:
             self._still = 0
             self._tokens_known = True
-        elif reading.tokens_all > everything:
+        elif all_tokens > everything:
             self._still += 1
-        self._tokens = (reading.tokens_all, reading.tokens_loss)
+        self._tokens = (all_tokens, labels)
 
     def _masked(self, step: int | None) -> None:
         self._findings.hold(
@@ -87,7 +91,8 @@ class NoGradient:
     `no_gradient`: grad_norm == 0.0 while the learning rate and the loss are above 0, in the first `no_gradient_start`
     (5) logs without exception, or `no_gradient_later` (30) in a row. Healthy runs with batches of one row whose labels
     are all cut off log norm 0 in half of their lines, but none of them begins with five. Off where a reward is
-    optimized: equal rewards give no gradient.
+    optimized: equal rewards give no gradient. Source: what frozen adapters log, and public logs.
+    Can not see: a norm that is not logged (max_grad_norm 0), or an adapter of which only a part is frozen.
     """
 
     def __init__(self, findings: Findings, limits: Thresholds) -> None:
@@ -108,8 +113,12 @@ class NoGradient:
         if reading.norm is None or reading.preference:
             return
         if reading.norm != 0.0:
-            self._zeros, self._alive = 0, True
-        elif reading.loss != 0.0 and (reading.lr is None or reading.lr > 0.0):
+            self._alive = True
+            if self._zeros:
+                self._zeros = 0
+                self._findings.release("no_gradient")
+            return
+        if reading.loss != 0.0 and (reading.lr is None or reading.lr > 0.0):
             self._zeros += 1
         limit = self._limits.no_gradient_later if self._alive else self._limits.no_gradient_start
         if self._zeros >= limit:
@@ -122,62 +131,10 @@ class NoGradient:
             self._findings.release("no_gradient")
 
 
-class Flat:
-    """`flat`: the loss does not come down.
-
-    Two ways: after `flat_logs` (30) logs the quick mean f (EWMA 0.2) is above `flat_ratio` (0.99) of the mean L0 of the
-    first ten logs and has never been below it by more than 3 % (`flat_best_ratio` 0.97), after three times as many logs
-    by more than `flat_sigma` (0.4) of the noise, if that is more; or the first `still_logs` (10) losses all lie within
-    `still_spread` (0.3 %) of each other, as they do at chance level (ln of the number of classes or tokens), where a
-    model that learns varies with its batches. Silent in the warm-up where that is known; off where a reward or a
-    preference is optimized.
-    Can not see: a run that starts at its optimum and is fine; it looks the same.
-    """
-
-    def __init__(self, findings: Findings, limits: Thresholds) -> None:
-        self._findings, self._limits = findings, limits
-        self.begin(Training())
-
-    def begin(self, training: Training) -> None:
-        self._warmup = training.warmup_steps or 0
-        self._lowest, self._highest = float("inf"), float("-inf")
-
-    def log(self, reading: Reading, smooth: Smooth, noise: float) -> None:
-        loss = reading.loss
-        if loss is None:
-            return
-        self._lowest, self._highest = min(self._lowest, loss), max(self._highest, loss)
-        start, best, limits = smooth.start, smooth.best, self._limits
-        if start is None or best is None or start <= 0.0 or reading.preference or loss == 0.0:
-            self._findings.release("flat")
-            return
-        if reading.step is not None and reading.step <= self._warmup:
-            return
-        still = (
-            smooth.count >= limits.still_logs and self._highest - self._lowest < limits.still_spread * start
-        )
-        slack = (1.0 - limits.flat_best_ratio) * start
-        if smooth.count >= NOISY_FACTOR * limits.flat_logs:
-            slack = max(slack, limits.flat_sigma * noise)
-        flat = (
-            smooth.count >= limits.flat_logs
-            and smooth.fast > limits.flat_ratio * start
-            and best > start - slack
-        )
-        if still or flat:
-            self._findings.hold(
-                "flat", reading.step,
-                f"The loss has not come down in {smooth.count} logs: {start:.4g} at the start, {smooth.fast:.4g} now.",
-                "Check the learning rate and what is trainable, then restart with other settings.",
-            )  # fmt: skip
-        else:
-            self._findings.release("flat")
-
-
 class Data:
     """`data_not_consumed`: the count of tokens stands still for `data_logs` (3) logs while the steps go on.
 
-    Can not see: the same batch over and over.
+    Source: the probe's own count of the tokens given to the model. Can not see: the same batch over and over.
     """
 
     def __init__(self, findings: Findings, limits: Thresholds) -> None:

@@ -1,4 +1,4 @@
-"""Signs of life: stalls, two writers at one log, hub pushes, and what would be lost if the run died now."""
+"""Signs of life: stalls, two writers at one log, hub pushes, and settings without effect."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from tunewatch.health.duration import human_duration
+from tunewatch.health.moment import Moment
 from tunewatch.health.reading import Reading, whole
 from tunewatch.health.thresholds import Thresholds
 from tunewatch.health.training import Training
@@ -19,8 +20,11 @@ class Patience:
 
     `step` and `step_factor`: after the first step the limit is the larger of `step` and `step_factor` times the
     run's own recent step time. Evaluation and saving have the larger of their limit and three times the longest
-    one so far. Sources of the defaults: on real logs a limit of 10 x the usual gap (at least 300 s) never fired on
-    a healthy run, while evaluations of 1800 s and more are common.
+    one so far; so has waiting for a batch, up to `first_step`: a shuffle buffer that took minutes to fill takes them
+    again in the next epoch. An evaluation is alive with each of its batches, a save with each byte it writes. Skipping
+    data after a resume gives no sign of life, and has all of `prepare` unless `skip_data` is set. Sources of the
+    defaults: on real logs a limit of 10 x the usual gap (at least 300 s) never fired on a healthy run, while
+    evaluations of 1800 s and more are common.
     """
 
     prepare: float = 3600.0
@@ -56,34 +60,6 @@ IMPATIENCE = {"imports": 900.0, "download": 900.0, "load": 1800.0, "tokenize": 9
 these; they are long against the gaps of what moves (a progress bar does several times a second)."""
 
 
-@dataclass(frozen=True)
-class Moment:
-    """What the detectors need to know of the present; times are CLOCK_MONOTONIC seconds.
-
-    `unsaved_seconds`: time of steps since the last complete checkpoint; `save_seconds_apart`: the usual time between
-    two of them; `free_bytes` of the output folder's disk; `checkpoint_bytes`: size of the newest complete checkpoint;
-    `broken_checkpoint`: name of the newest checkpoint folder when it is not complete and is not being written, and
-    `good_checkpoint` that of the newest complete one. None is unknown, and raises nothing. `behind` says which rank the
-    others wait for, "" where none does. `activity` is what it prepares, as in a phase event.
-    """
-
-    now: float
-    phase: str
-    detail: str
-    last_activity: float
-    step: int | None
-    first_step: bool
-    seconds_per_step: float | None
-    unsaved_seconds: float | None = None
-    save_seconds_apart: float | None = None
-    free_bytes: float | None = None
-    checkpoint_bytes: float | None = None
-    broken_checkpoint: str | None = None
-    good_checkpoint: str | None = None
-    behind: str = ""
-    activity: str | None = None
-
-
 class Life:
     """`stalled`: no sign of life for longer than the phase and the run's own pace excuse (see Patience).
 
@@ -92,7 +68,9 @@ class Life:
 
     def __init__(self, findings: Findings, patience: Patience) -> None:
         self._findings, self._patience = findings, patience
-        self._longest = {"evaluate": 0.0, "save": 0.0}
+        self._longest = {"evaluate": 0.0, "save": 0.0, "data": 0.0}
+        self._wait = (0.0, 0.0)
+        """When the last sign of life before a batch was, and how long that has been."""
         self.deadline: float | None = None
 
     def remember(self, phase: str, seconds: float | None) -> None:
@@ -101,6 +79,7 @@ class Life:
             self._longest[phase] = max(self._longest[phase], seconds)
 
     def tick(self, moment: Moment) -> None:
+        self._follow_waiting(moment)
         allowed = self.allowed(moment)
         self.deadline = moment.last_activity + allowed
         silent = moment.now - moment.last_activity
@@ -126,65 +105,25 @@ class Life:
             return patience.first_step if patience.first_batch is None else patience.first_batch
         if moment.first_step or moment.seconds_per_step is None:
             return patience.first_step
-        return max(patience.step, patience.step_factor * moment.seconds_per_step)
+        usual = max(patience.step, patience.step_factor * moment.seconds_per_step)
+        if moment.phase == "data":
+            return max(usual, min(patience.first_step, 3 * self._longest["data"]))
+        return usual
+
+    def _follow_waiting(self, moment: Moment) -> None:
+        """Remember the longest wait for a batch that ended well; no sign of life comes in such a wait."""
+        began, waited = self._wait
+        if moment.phase == "data" and moment.last_activity == began:
+            waited = moment.now - began
+        else:
+            if not self._findings.is_held("stalled"):  # a hang that went away excuses no other one
+                self.remember("data", waited)
+            began, waited = moment.last_activity, 0.0
+        self._wait = (began, 0.0 if moment.activity == "skip_data" else waited)
 
     def silence(self) -> None:
         self.deadline = None
         self._findings.drop("stalled")
-
-
-class Safety:
-    """`work_at_risk`, `will_not_fit`, `checkpoint_broken`, from what a moment says of the disk.
-
-    `work_at_risk`: more than RISK_FACTOR (2.5) times the usual time between two checkpoints, and more than RISK_SECONDS
-    (30 min), have passed in steps since the last complete one. `will_not_fit`: the next checkpoint, as large as the newest,
-    does not fit. `checkpoint_broken`: the newest checkpoint folder is not complete.
-    """
-
-    RISK_FACTOR = 2.5
-    RISK_SECONDS = 1800.0
-
-    def __init__(self, findings: Findings) -> None:
-        self._findings = findings
-
-    def tick(self, moment: Moment) -> None:
-        self._at_risk(moment)
-        self._disk(moment)
-        self._checkpoint(moment)
-
-    def _at_risk(self, moment: Moment) -> None:
-        unsaved, usual = moment.unsaved_seconds, moment.save_seconds_apart
-        if unsaved is None or usual is None or unsaved <= max(self.RISK_SECONDS, self.RISK_FACTOR * usual):
-            self._findings.drop("work_at_risk")
-            return
-        self._findings.hold(
-            "work_at_risk", moment.step,
-            f"The last complete checkpoint is {human_duration(unsaved)} of work old; usual is {human_duration(usual)}.",
-            "Look why no checkpoint is written; do not stop the run before there is one.",
-        )  # fmt: skip
-
-    def _disk(self, moment: Moment) -> None:
-        free, size = moment.free_bytes, moment.checkpoint_bytes
-        if free is None or size is None or free >= size:
-            self._findings.drop("will_not_fit")
-            return
-        self._findings.hold(
-            "will_not_fit", moment.step,
-            f"The next checkpoint needs about {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free.",
-            "Free space in the output folder's disk, or lower save_total_limit, before the next save.",
-        )  # fmt: skip
-
-    def _checkpoint(self, moment: Moment) -> None:
-        if moment.broken_checkpoint is None:
-            self._findings.drop("checkpoint_broken")
-            return
-        good = moment.good_checkpoint
-        resume = f"the newest complete one is {good}" if good else "there is no complete one"
-        self._findings.hold(
-            "checkpoint_broken", moment.step,
-            f"A resume would pick {moment.broken_checkpoint}, which is not complete; {resume}.",
-            f"Keep it running, and resume from {good} if it dies." if good else "Keep it running to the next save.",
-        )  # fmt: skip
 
 
 class Settings:
@@ -229,6 +168,8 @@ class Writers:
         if step is None:
             return
         self._step = step
+        if not self._score and (last is None or step >= last):
+            return
         self._score *= self.DECAY
         if last is not None and step < last:
             self._score += 1.0

@@ -17,6 +17,10 @@ _PREFERENCE_TRAINERS = (
 _PLAIN, _EVAL_LOSS, _PREFERENCE = range(3)
 
 
+_SURELY = 2**63
+"""Integers below it are floats without further question."""
+
+
 def whole(value: Any) -> int | None:
     """`value` as an integer, or None where it is none."""
     number = as_number(value)
@@ -25,10 +29,13 @@ def whole(value: Any) -> int | None:
 
 def finite(value: Any) -> float | None:
     """`value` as a finite float, or None where it is none."""
-    if type(value) is float and value - value == 0.0:
+    kind = type(value)
+    if kind is float and value - value == 0.0:
         return value
     if value is None:
         return None
+    if kind is int and -_SURELY < value < _SURELY:
+        return float(value)
     number = as_number(value)
     return float(number) if number is not None and math.isfinite(number) else None
 
@@ -49,10 +56,16 @@ def is_eval_loss(key: str) -> bool:
     return key.startswith("eval_") and key.endswith("loss")
 
 
+Evals = list[tuple[str, float | None, str | None]]
+_NO_EVALS: Evals = []
+
+
 class Reading:
     """One `log` event. A number that is absent, malformed or not finite is None; the latter is spelled in `*_bad`."""
 
     __slots__ = (
+        "bad",
+        "epoch",
         "evals",
         "loss",
         "loss_bad",
@@ -65,6 +78,7 @@ class Reading:
         "tokens_all",
         "tokens_loss",
         "train",
+        "values",
     )  # fmt: skip
 
     step: int | None
@@ -74,13 +88,18 @@ class Reading:
     loss_bad: str | None
     norm: float | None
     norm_bad: str | None
+    bad: bool
+    """Whether the loss or the norm is not finite."""
     lr: float | None
-    evals: list[tuple[str, float | None, str | None]]
+    evals: Evals
     """Evaluation losses: key, value, and how it is spelled where it is not finite."""
     preference: bool
     tokens_all: float | None
     tokens_loss: float | None
     skipped: float | None
+    epoch: Any
+    values: Mapping[str, Any]
+    """Epoch and values as they were logged, for what is asked for seldom."""
 
 
 class Reader:
@@ -89,27 +108,47 @@ class Reader:
     def __init__(self) -> None:
         self.preference = False
         self._kinds: dict[str, int] = {}
+        self._plain: set[str] = set()
 
     def read(self, event: Mapping[str, Any]) -> Reading:
         values, nonfinite = mapping(event.get("values")), mapping(event.get("nonfinite"))
         reading = Reading()
+        reading.values = values
         step = event.get("step")
         reading.step = step if type(step) is int else whole(step)
-        reading.loss, reading.loss_bad = _number(values, nonfinite, "loss")
-        reading.norm, reading.norm_bad = _number(values, nonfinite, "grad_norm")
-        reading.lr = finite(values["learning_rate"] if "learning_rate" in values else values.get("lr"))
+        loss, norm, rate = values.get("loss"), values.get("grad_norm"), values.get("learning_rate")
+        if type(loss) is float and loss - loss == 0.0 and not nonfinite:
+            reading.loss, reading.loss_bad = loss, None
+        else:
+            reading.loss, reading.loss_bad = _number(values, nonfinite, "loss")
+        if type(norm) is float and norm - norm == 0.0 and not nonfinite:
+            reading.norm, reading.norm_bad = norm, None
+        else:
+            reading.norm, reading.norm_bad = _number(values, nonfinite, "grad_norm")
+        if type(rate) is float and rate - rate == 0.0:
+            reading.lr = rate
+        else:
+            reading.lr = finite(values["learning_rate"] if "learning_rate" in values else values.get("lr"))
+        reading.bad = reading.loss_bad is not None or reading.norm_bad is not None
         reading.train = reading.loss is not None or reading.loss_bad is not None
-        reading.evals = self._evaluations(values, nonfinite)
+        if nonfinite or not self._plain.issuperset(values):
+            reading.evals = self._evaluations(values, nonfinite)
+        else:
+            reading.evals = _NO_EVALS
         reading.preference = self.preference
-        tokens = mapping(event.get("tokens"))
-        reading.tokens_all, reading.tokens_loss = finite(tokens.get("all")), finite(tokens.get("loss"))
-        reading.skipped = finite(event.get("skipped"))
+        reading.epoch = event.get("epoch")
+        tokens = event.get("tokens")
+        if tokens is None:
+            reading.tokens_all = reading.tokens_loss = None
+        else:
+            tokens = mapping(tokens)
+            reading.tokens_all, reading.tokens_loss = finite(tokens.get("all")), finite(tokens.get("loss"))
+        skipped = event.get("skipped")
+        reading.skipped = None if skipped is None else finite(skipped)
         return reading
 
-    def _evaluations(
-        self, values: Mapping[str, Any], nonfinite: Mapping[str, Any]
-    ) -> list[tuple[str, float | None, str | None]]:
-        found: list[tuple[str, float | None, str | None]] = []
+    def _evaluations(self, values: Mapping[str, Any], nonfinite: Mapping[str, Any]) -> Evals:
+        found: Evals = []
         kinds = self._kinds
         for keys in (values, nonfinite):
             for key in keys:
@@ -134,6 +173,8 @@ class Reader:
             kind = _EVAL_LOSS
         if len(self._kinds) < MAX_KEYS:
             self._kinds[key] = kind
+            if kind == _PLAIN:
+                self._plain.add(key)
         return kind
 
 

@@ -19,7 +19,8 @@ class ZeroRate:
 
     A learning rate of exactly 0 is usual in the warm-up, in the last 2 % of the steps (`schedule_tail` 0.98), and while
     the fp16 scaler skips steps (the scheduler waits with it): a note. Two logs of it elsewhere are bad. Where neither
-    the warm-up nor the length is known (a log read on its own) it takes three.
+    the warm-up nor the length is known (a log read on its own) it takes three. Source: the zeros that transformers'
+    schedules log. Can not see: a rate that is only too small, or that of a second group of parameters.
     """
 
     def __init__(self, findings: Findings, limits: Thresholds) -> None:
@@ -31,11 +32,12 @@ class ZeroRate:
         self._zeros = 0
 
     def log(self, reading: Reading, *, skipping: bool) -> None:
-        if reading.lr is None or not reading.train:
+        if reading.lr is None:
             return
         if reading.lr != 0.0:
-            self._zeros = 0
-            self._findings.release("lr_zero")
+            if self._zeros:
+                self._zeros = 0
+                self._findings.release("lr_zero")
             return
         training, step = self._training, reading.step
         warm = step is not None and training.warmup_steps is not None and step <= training.warmup_steps
@@ -66,11 +68,13 @@ class ZeroRate:
 class Restart:
     """`lr_restarted`: the learning rate rises again, or a resume does not go on where it was.
 
-    Within a log: peak p, trough t since the peak; when t < `lr_fallen` (0.8) p, the rate is above `lr_risen` (1.25) t
-    and t + `lr_risen_of_peak` (0.1) p. Off for schedules that are cyclic by name (`restart`, `cycl`).
+    Within a log: peak p, trough t since the peak; when t < `lr_fallen` (0.95) p, the rate is above `lr_risen` (1.05) t
+    and t + `lr_risen_of_peak` (0.05) p. Off for schedules that are cyclic by name (`restart`, `cycl`).
     After a resume: the first rate is compared with the one logged before at that step, or with the last one before it;
     it is far off when the two differ by a factor of `lr_jump` (1.5) and by `lr_jump_of_peak` (0.25) of the highest rate
-    seen. Silent in the warm-up. Can not see: a restart on a plateau (constant schedules), which changes nothing.
+    seen. Silent in the warm-up. Source: no schedule of transformers rises again but the cyclic ones; limits chosen on
+    public logs with and without a restart. Can not see: a restart on a plateau (constant schedules), which changes
+    nothing, or within the first 5 % of the decay.
     """
 
     def __init__(self, findings: Findings, limits: Thresholds) -> None:
@@ -100,13 +104,19 @@ class Restart:
 
     def log(self, reading: Reading) -> None:
         rate, step = reading.lr, reading.step
-        if rate is None or not reading.train:
+        if rate is None:
             return
         if self._awaited:
             self._awaited = False
             self._compare(step, rate)
-        self._follow(step, rate)
-        self.past(step, rate)
+        if rate >= self._peak or rate > self._trough:
+            self._follow(step, rate)
+        else:
+            self._trough = rate
+        if rate > self._highest:
+            self._highest = rate
+        if step is not None:
+            self._rates.append((step, rate))
 
     def _compare(self, step: int | None, rate: float) -> None:
         if step is None or step <= (self._training.warmup_steps or 0):
@@ -127,6 +137,7 @@ class Restart:
         return high - low > self._limits.lr_jump_of_peak * self._highest and high > self._limits.lr_jump * low
 
     def _follow(self, step: int | None, rate: float) -> None:
+        """A rate that is no new trough."""
         limits, trough, peak = self._limits, self._trough, self._peak
         fell = trough < limits.lr_fallen * peak
         rises = rate > limits.lr_risen * trough and rate - trough > limits.lr_risen_of_peak * peak
@@ -138,8 +149,6 @@ class Restart:
             )  # fmt: skip
         if rate >= peak or (fell and rises):
             self._peak, self._trough = rate, math.inf
-        elif rate < trough:
-            self._trough = rate
 
 
 class Resume:
@@ -151,6 +160,7 @@ class Resume:
     it, so the learning rate bends there. `arguments_overridden`: logging, evaluation or saving every n steps, where the
     trainer took another n (of the checkpoint) than the arguments say. `never_logs`: more steps between two logs than
     there are steps (transformers logs every 500 unless it is told), so that no loss will be seen before the end.
+    Source: the trainer's own arguments and state. Can not see: what a checkpoint held that is of the wrong run.
     """
 
     NAMES = (("logging_steps", "logs"), ("eval_steps", "evaluates"), ("save_steps", "saves"))

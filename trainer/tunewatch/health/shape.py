@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from tunewatch.health.baseline import Baseline, Smooth
+from tunewatch.health.baseline import Level, LogLevel, Smooth
 from tunewatch.health.reading import Reading
 from tunewatch.health.thresholds import Thresholds
 from tunewatch.health.training import Training
@@ -24,86 +24,107 @@ BURST = 5
 EARLY_FACTOR = 3.0
 """What counts as a jump while the noise is not known yet, from the third log on."""
 
+_LAST = (1 << BURST) - 1
+
 FIRST_LOGS = 3
 """Logs that are the start of a run; the first one is often of an odd window."""
 
 
 class Window:
-    """The last BURST values against the baseline that held before them, in O(BURST).
+    """The last BURST values and the baseline that held before them.
 
     rise = mean of min(x - m, max(3 s, cap)) with m, s of before the first of them: one outlier alone does not lift it,
     and a cluster can not raise the baseline it is measured with.
     """
 
-    __slots__ = ("_last",)
+    __slots__ = ("_baselines", "_values")
 
     def __init__(self) -> None:
-        self._last: deque[tuple[float, float, float, int]] = deque(maxlen=BURST)
+        self._values: deque[float] = deque(maxlen=BURST)
+        self._baselines: deque[tuple[float, float]] = deque(maxlen=BURST)
 
-    def add(self, value: float, base: Baseline) -> None:
-        """Take in `value`, before the baseline does."""
-        self._last.append((value, base.mean, base.noise, base.count))
+    def add(self, value: float, base: Level | LogLevel) -> None:
+        """Take in `value`, before the baseline does. Values that come before the baseline is warm are left out."""
+        if base.count >= WARM:
+            self._values.append(value)
+            self._baselines.append((base.mean, base.noise))
 
     @property
     def before(self) -> tuple[float, float] | None:
         """Mean and noise of before the window; None while they are not to be trusted."""
-        if len(self._last) < BURST:
-            return None
-        _, mean, noise, count = self._last[0]
-        return (mean, noise) if count >= WARM else None
+        return self._baselines[0] if len(self._baselines) == BURST else None
+
+    def mean_above(self, mean: float) -> float:
+        """How far the values lie above `mean`, outliers and all: never less than `rise`."""
+        return sum(self._values) / BURST - mean
 
     def rise(self, mean: float, cap: float) -> float:
-        total = 0.0
-        for value, _, _, _ in self._last:
-            total += min(value - mean, cap)
-        return total / BURST
+        return sum([min(value - mean, cap) for value in self._values]) / BURST
 
 
 class Loss:
     """`spike`, `spikes`, `diverging`, `loss_huge`; off where a reward or a preference is optimized.
 
-    With the baseline (m, s) and the quick mean f of `baseline.py`, x the new loss, floor = min(`spike_least` 0.1,
-    `spike_floor` 0.05 of the mean of the first ten):
-    - `spike`, a note: x - m > max(`spike_sigma` (5) s, `spike_ratio` (0.5) |m|, floor); x > 3 m in logs 3 to 5.
-    - `spikes`: two such with `spikes_sigma` (6) in the last `spike_window` logs; or no recovery: the last five logs on
-      average rise above the baseline of before by max(`burst_sigma` (2) s, 0.5 |m|, min(0.1, `burst_floor` (0.02) of
-      the first ten)).
-    - `diverging`: f - best > max(`diverging_ratio` (0.3) |best|, min(`diverging_least` 0.15, 0.15 of the first ten))
-      and f - best > `diverging_sigma` (4) s / 3 for `diverging_logs` (10) logs; 1/3 = sqrt(0.2/1.8) is the noise of f.
-    - `loss_huge`: above `huge_loss` (100) in the first three logs; a guess among 260,000 words has ln 260,000 = 12.5.
-    Can not see: a burst within the run's own noise. A loss on another scale (summed over tokens) looks huge.
+    With the baseline (m, s) and the quick mean f of `baseline.py`, x the new loss, L0 the mean of the first ten:
+    - `spike`, a note: x - m > max(`spike_sigma` (4.5) s, `spike_ratio` (0.5) |m|, min(`spike_least` 0.1,
+      `spike_floor` (0.02) L0)); x > 3 m in logs 3 to 5.
+    - `spikes`: `spike_hits` (2) such in the last `spike_window` (10) logs, of `spikes_sigma` (6) times the noise or the
+      swing, whichever is larger; or no recovery: the last five logs on average rise above the baseline of before by
+      max(`burst_sigma` (2.8) s, 0.5 |m|, min(0.1, `burst_floor` (0.002) L0)). Bursts of healthy logs in heavy noise
+      reach 2.6 s.
+    - `diverging`: for `diverging_logs` (10) logs in a row f - best > min(`diverging_least` (0.15), `diverging_floor`
+      (0.01) L0), and either > max(`diverging_ratio` (0.3) |best|, `diverging_sigma` (4.5) s / 3), or, for curves with
+      little noise, > max(`diverging_clear_ratio` (0.2) |best|, `diverging_clear_sigma` (8) s / 3); 1/3 = sqrt(0.2/1.8)
+      is the noise of f. f takes each x as at most m + max(3 s, |m|): one huge spike is no rise.
+    - `loss_huge`: above `huge_loss` (1000) in the first three logs. A guess among 260,000 words has ln 260,000 = 12.5,
+      and a loss summed over 64 micro-batches 800; some healthy losses (squared errors, sums) begin at 100 to 200.
+    Source: the usual formulas, with limits chosen on public logs and on faults put into them
+    (benchmarks/injected_faults.py). Can not see: a burst within the run's own noise, such as a doubling where logs
+    differ by a third from each other; a rise of less than a fifth.
     """
 
     def __init__(self, findings: Findings, limits: Thresholds) -> None:
         self._findings, self._limits = findings, limits
-        self._hit_mask = (1 << limits.spike_window) - 1
         self.begin(Training())
 
     def begin(self, training: Training) -> None:
-        self._hits = self._above = 0
+        self._logs = self._above = 0
+        self._rose = False
+        self._jumps: deque[int] = deque(maxlen=max(1, int(self._limits.spike_hits)))
         if not training.step:
-            self.smooth, self._base, self._window = Smooth(), Baseline(), Window()
+            self.smooth, self._level, self._window = Smooth(), Level(), Window()
 
     @property
     def noise(self) -> float:
         """Standard deviation of one log around its neighbours."""
-        return self._base.noise
+        return self._level.noise
 
     def log(self, reading: Reading) -> None:
-        loss, base, smooth = reading.loss, self._base, self.smooth
+        loss, level, smooth = reading.loss, self._level, self.smooth
         if loss is None or loss == 0.0:  # a filter made it up, or there is nothing left to judge
             return
         if reading.preference:
             smooth.add(loss)
             return
-        if reading.norm_bad is not None:  # the mean of a damaged window: too good to compare others with
-            self._spike(reading.step, loss)
+        self._logs += 1
+        damaged = reading.norm_bad is not None
+        if not damaged:
+            self._window.add(loss, level)
+        rises = self._rises(reading.step, loss, damaged)
+        if self._rose and not rises:
+            self._findings.release("spikes")
+        self._rose = rises
+        if damaged:  # the mean of a damaged window is too good to compare others with
             return
-        self._window.add(loss, base)
-        self._spike(reading.step, loss)
-        base.add(loss)
-        smooth.add(loss)
-        self._diverging(reading.step)
+        mean = level.mean
+        smooth.add(
+            loss
+            if loss <= mean or level.count < WARM
+            else min(loss, mean + max(3.0 * level.noise, abs(mean)))
+        )
+        level.add(loss)
+        if smooth.best is not None:
+            self._diverging(reading.step, smooth.fast, smooth.best)
         if smooth.count <= FIRST_LOGS and loss > self._limits.huge_loss:
             self._findings.note(
                 "loss_huge", reading.step,
@@ -111,42 +132,52 @@ class Loss:
                 "Stop it, and check the precision, the labels and whether the weights were loaded.",
             )  # fmt: skip
 
-    def _spike(self, step: int | None, loss: float) -> None:
-        limits, base = self._limits, self._base
-        self._hits = (self._hits << 1) & self._hit_mask
-        rise, mean = loss - base.mean, abs(base.mean)
-        floor = min(limits.spike_least, limits.spike_floor * abs(self.smooth.first))
-        if base.count < WARM:
-            if base.count >= 2 and loss > EARLY_FACTOR * mean and rise > floor:
+    def _rises(self, step: int | None, loss: float, damaged: bool) -> bool:
+        """Whether `spikes` holds at this log."""
+        level = self._level
+        again = loss > level.mean and level.count >= 2 and self._jumped(step, loss)
+        return again or (not damaged and self._burst(step, loss))
+
+    def _jumped(self, step: int | None, loss: float) -> bool:
+        """Notes a jump; whether it is one of several."""
+        limits, level = self._limits, self._level
+        rise, size, noise = loss - level.mean, abs(level.mean), level.noise
+        if rise <= limits.spike_ratio * size:
+            return False
+        if rise <= min(limits.spike_least, limits.spike_floor * abs(self.smooth.first)):
+            return False
+        if level.count < WARM:
+            if loss > EARLY_FACTOR * size:
                 self._note(step, loss)
-            return
-        if rise > floor and rise > limits.spike_ratio * mean and rise > limits.spike_sigma * base.noise:
-            self._note(step, loss)
-            if rise > limits.spikes_sigma * base.noise:
-                self._hits |= 1
-        if self._hits & 1 and self._hits.bit_count() >= limits.spike_hits:
-            self._findings.hold(
-                "spikes", step,
-                f"The loss jumped again, from about {base.mean:.4g} to {loss:.4g} at {_step(step)}.",
-                "Watch it; if the jumps go on, resume from a checkpoint before them with a lower learning rate.",
-            )  # fmt: skip
-        elif not self._burst(step, loss):
-            self._findings.release("spikes")
+            return False
+        if rise <= limits.spike_sigma * noise:
+            return False
+        self._note(step, loss)
+        if rise <= limits.spikes_sigma * max(noise, level.swing):
+            return False
+        jumps = self._jumps
+        jumps.append(self._logs)
+        if len(jumps) < limits.spike_hits or self._logs - jumps[0] >= limits.spike_window:
+            return False
+        self._findings.hold(
+            "spikes", step,
+            f"The loss jumped again, from about {level.mean:.4g} to {loss:.4g} at {_step(step)}.",
+            "Watch it; if the jumps go on, resume from a checkpoint before them with a lower learning rate.",
+        )  # fmt: skip
+        return True
 
     def _burst(self, step: int | None, loss: float) -> bool:
-        before = self._window.before
+        window, limits = self._window, self._limits
+        before = window.before
         if before is None:
             return False
-        limits, (mean, noise) = self._limits, before
-        if loss <= mean:
+        mean, noise = before
+        size = abs(mean)
+        if loss <= mean or window.mean_above(mean) <= limits.spike_ratio * size:
             return False
-        least = max(
-            limits.burst_sigma * noise,
-            limits.spike_ratio * abs(mean),
-            min(limits.spike_least, limits.burst_floor * abs(self.smooth.first)),
-        )
-        rise = self._window.rise(mean, max(3.0 * noise, abs(mean)))
-        if rise <= least:
+        rise = window.rise(mean, max(3.0 * noise, size))
+        least = min(limits.spike_least, limits.burst_floor * abs(self.smooth.first))
+        if rise <= max(limits.burst_sigma * noise, limits.spike_ratio * size, least):
             return False
         self._findings.hold(
             "spikes", step,
@@ -158,37 +189,43 @@ class Loss:
     def _note(self, step: int | None, loss: float) -> None:
         self._findings.note(
             "spike", step,
-            f"The loss jumped from about {self._base.mean:.4g} to {loss:.4g} at {_step(step)}.",
+            f"The loss jumped from about {self._level.mean:.4g} to {loss:.4g} at {_step(step)}.",
             "Keep it running; a single jump that comes back does no harm.",
         )  # fmt: skip
 
-    def _diverging(self, step: int | None) -> None:
-        limits, smooth = self._limits, self.smooth
-        best = smooth.best
-        if best is None:
-            return
-        rise = smooth.fast - best
-        least = max(limits.diverging_ratio * abs(best), limits.diverging_sigma / 3.0 * self._base.noise)
-        if rise <= least or rise <= min(limits.diverging_least, limits.diverging_least * abs(smooth.first)):
-            self._above = 0
-            self._findings.release("diverging")
+    def _diverging(self, step: int | None, fast: float, best: float) -> None:
+        limits, rise = self._limits, fast - best
+        ratio = rise / abs(best) if best else math.inf
+        if ratio <= limits.diverging_clear_ratio or not self._clearly_above(rise, ratio):
+            if self._above:
+                self._above = 0
+                self._findings.release("diverging")
             return
         self._above += 1
         if self._above >= limits.diverging_logs:
             self._findings.hold(
                 "diverging", step,
-                f"The loss rises and stays up: about {smooth.fast:.4g} at {_step(step)}, {best:.4g} at its best.",
+                f"The loss rises and stays up: about {fast:.4g} at {_step(step)}, {best:.4g} at its best.",
                 "Stop it, and resume from a checkpoint before the rise with a lower learning rate.",
             )  # fmt: skip
 
+    def _clearly_above(self, rise: float, ratio: float) -> bool:
+        limits, noise = self._limits, self._level.noise / 3.0
+        if rise <= min(limits.diverging_least, limits.diverging_floor * abs(self.smooth.first)):
+            return False
+        if ratio > limits.diverging_ratio and rise > limits.diverging_sigma * noise:
+            return True
+        return rise > limits.diverging_clear_sigma * noise
+
 
 class GradientNorm:
-    """`grad_spike`, `grad_explosion`: the gradient norm against the run's own, on u = ln(norm) with a baseline of 20
-    logs.
+    """`grad_spike`, `grad_explosion`: the gradient norm against the run's own, on u = ln(norm) with the baseline (m, s)
+    of `LogLevel`.
 
     One log with u - m > max(`grad_sigma` (6) s, ln `grad_factor` (10)) is a note; `grad_hits` (3) of the last five, or
     a mean of the last five above max(`grad_burst_sigma` (2.5) s, ln 10) over the baseline before them, is an explosion.
-    Can not see: a norm that is too large from the first step on (that is a matter of scale).
+    Source: the same measure as for the loss, taken of the logarithm. Can not see: a norm that is too large from the
+    first step on (that is a matter of scale), nor what happens between two logs.
     """
 
     def __init__(self, findings: Findings, limits: Thresholds) -> None:
@@ -198,45 +235,56 @@ class GradientNorm:
 
     def begin(self, training: Training) -> None:
         self._hits = 0
+        self._exploded = False
         if not training.step:
-            self._base, self._window = Baseline(weight=0.05), Window()
+            self._level, self._window = LogLevel(), Window()
 
     def log(self, reading: Reading) -> None:
-        norm, base, limits = reading.norm, self._base, self._limits
+        norm, level = reading.norm, self._level
         if norm is None or norm <= 0.0:
             return
         value = math.log(norm)
-        self._window.add(value, base)
-        self._hits = (self._hits << 1) & (1 << BURST) - 1
-        if base.count >= WARM:
-            rise = value - base.mean
-            if rise > self._least and rise > limits.grad_sigma * base.noise:
-                self._hits |= 1
-                self._findings.note(
-                    "grad_spike", reading.step,
-                    f"The gradient norm jumped to {norm:.4g} at {_step(reading.step)} from about "
-                    f"{math.exp(base.mean):.4g}.",
-                    "Keep it running; clipping (max_grad_norm) takes most of a single jump away.",
-                )  # fmt: skip
-            self._explosion(reading.step, norm, high=rise > 0.0)
-        base.add(value)
+        self._window.add(value, level)
+        self._hits = (self._hits << 1) & _LAST
+        if value > level.mean and level.count >= WARM:
+            self._above(reading.step, norm, value - level.mean)
+        elif self._exploded and self._hits.bit_count() < self._limits.grad_hits:
+            self._release()
+        level.add(value)
 
-    def _explosion(self, step: int | None, norm: float, *, high: bool) -> None:
+    def _above(self, step: int | None, norm: float, rise: float) -> None:
         limits = self._limits
-        exploded = self._hits.bit_count() >= limits.grad_hits
-        before = self._window.before if high and not exploded else None
-        if before is not None:
-            mean, noise = before
-            rise = self._window.rise(mean, max(3.0 * noise, 2.0 * self._least))
-            exploded = rise > self._least and rise > limits.grad_burst_sigma * noise
-        if exploded:
+        if rise > self._least and rise > limits.grad_sigma * self._level.noise:
+            self._hits |= 1
+            self._findings.note(
+                "grad_spike", step,
+                f"The gradient norm jumped to {norm:.4g} at {_step(step)} from about "
+                f"{math.exp(self._level.mean):.4g}.",
+                "Keep it running; clipping (max_grad_norm) takes most of a single jump away.",
+            )  # fmt: skip
+        if self._hits.bit_count() >= limits.grad_hits or self._burst():
+            self._exploded = True
             self._findings.hold(
                 "grad_explosion", step,
                 f"The gradient norm stays far above its usual size: {norm:.4g} at {_step(step)}.",
-                "Stop it when the loss follows, and resume from a checkpoint before with a lower learning rate.",
+                "Keep it while the loss stays down; if that rises too, resume from a checkpoint before it.",
             )  # fmt: skip
-        else:
-            self._findings.release("grad_explosion")
+        elif self._exploded:
+            self._release()
+
+    def _release(self) -> None:
+        self._exploded = False
+        self._findings.release("grad_explosion")
+
+    def _burst(self) -> bool:
+        before = self._window.before
+        if before is None:
+            return False
+        mean, noise = before
+        if self._window.mean_above(mean) <= self._least:
+            return False
+        rise = self._window.rise(mean, max(3.0 * noise, 2.0 * self._least))
+        return rise > self._least and rise > self._limits.grad_burst_sigma * noise
 
 
 def _step(step: int | None) -> str:

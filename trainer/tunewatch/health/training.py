@@ -28,7 +28,13 @@ class Training:
     trainable: int | None = None
     total: int | None = None
     preference: bool = False
+    supervised: bool = False
+    """Whether it is known to learn texts: TRL's SFTTrainer, or a class made of it."""
+    learning_rate: float | None = None
     restart: bool = False
+    waits_in_step: bool = True
+    """Whether the program waits for its GPU inside of a step: the filter of NaN losses looks at each. Without it, it
+    waits where the next batch is copied to the GPU, which looks like waiting for data."""
     restored: Mapping[str, Any] | None = None
     effective: Mapping[str, Any] | None = None
     requested: Mapping[str, Any] | None = None
@@ -50,7 +56,10 @@ class Training:
             trainable=whole(event.get("trainable_parameters")),
             total=whole(event.get("total_parameters")),
             preference=is_preference_trainer(event.get("trainer")),
+            supervised="SFT" in str(event.get("trainer")),
+            learning_rate=finite(effective.get("learning_rate")),
             restart=bool(event.get("restart")),
+            waits_in_step=not event.get("gpus") or event.get("nan_filter") is not False,
             restored=mapping(event.get("restored")),
             effective=effective,
             requested=mapping(event.get("requested")),

@@ -89,7 +89,8 @@ class Findings:
 
     `hold` says the condition is true, `release` that it no longer is: the verdict then stays for CLEAN_LOGS training
     logs, so that no signal flickers and no scrape misses it. `note` is both at once, for what happens at one log.
-    `drop` takes a verdict back now. The step of a verdict is that of its first report.
+    `drop` takes a verdict back now. The step of a verdict is that of its first report. Signals that are `off` are known
+    all the same, for a stall or damaged weights tell how a run ended; they are only in no verdict.
     """
 
     def __init__(self, off: Container[str] = ()) -> None:
@@ -103,11 +104,9 @@ class Findings:
 
     @property
     def verdicts(self) -> list[Verdict]:
-        return list(self._active.values())
+        return [verdict for verdict in self._active.values() if verdict.signal not in self._off]
 
     def hold(self, signal: str, step: int | None, message: str, advice: str) -> None:
-        if signal in self._off:
-            return
         known = self._active.get(signal)
         self._active[signal] = Verdict(
             signal, SIGNALS[signal], known.step if known else step, message, advice

@@ -6,13 +6,13 @@ import functools
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
 from .hook import watch_bars
-from .ownruns import Asked, OwnRun, run_of_training, waiting_run
+from .ownruns import Asked, OwnRun, run_of_training, tuning, waiting_run
 from .progress import Listener, ProgressTracker
 from .reporter import Reporter, claim, owner_of, release
 from .tap import install
@@ -29,8 +29,10 @@ class TunewatchCallback(TrainerCallback):
 
     In a process that `tunewatch train` or `tunewatch exec` started, it reports to their run. Anywhere else (a script, a
     notebook) it makes a run of its own when the trainer is built, and starts a supervisor process that watches this
-    one; `name` and `run_id` name that run, and `supervise=False` leaves the watching out. Each further `train()` that
-    does not resume is a run of its own, too (with `run_id` "mine": mine-2, mine-3 and so on).
+    one; `name` and `run_id` name that run, and `supervise=False` leaves the watching out. `off` names signals that are
+    not to be raised, `thresholds` limits other than the defaults (docs/health.md lists both); a name that there is not
+    is a ValueError. Each further `train()` that does not resume is a run of its own, too (with `run_id` "mine": mine-2,
+    mine-3 and so on).
 
     Nothing it does raises into the training, blocks it or slows it: hooks take tens of microseconds, and faults
     are counted and written to `probe-errors.log` in the run folder.
@@ -39,9 +41,17 @@ class TunewatchCallback(TrainerCallback):
     is_tunewatch = True
     """What the copies of this class (the hook loads one under a name of its own) know each other by."""
 
-    def __init__(self, name: str | None = None, *, run_id: str | None = None, supervise: bool = True) -> None:
+    def __init__(
+        self,
+        name: str | None = None,
+        *,
+        run_id: str | None = None,
+        supervise: bool = True,
+        off: Iterable[str] = (),
+        thresholds: Mapping[str, float] | None = None,
+    ) -> None:
         self.tracker = ProgressTracker()
-        self._name, self._run_id, self._supervise = name, run_id, supervise
+        self._asked = Asked(name, run_id, supervise, tuning(off, thresholds or {}))
         self._reporter: Any = None  # a Reporter, once the trainer is known
         self._active = False
         self._run: OwnRun | None = None  # where nobody else started one
@@ -54,7 +64,9 @@ class TunewatchCallback(TrainerCallback):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy (of a trainer that is handed to another process, say) starts anew, without threads and files."""
-        return functools.partial(type(self), run_id=self._run_id, supervise=self._supervise), (self._name,)
+        name, run_id, supervise, tuned = self._asked
+        chosen: dict[str, Any] = {"off": tuned.off, "thresholds": dict(tuned.thresholds)} if any(tuned) else {}
+        return functools.partial(type(self), run_id=run_id, supervise=supervise, **chosen), (name,)
 
     def add_progress_callback(self, listener: Listener) -> Callable[[], None]:
         """Call `listener(TrainingProgress)` after each change, on a thread of its own; returns what removes it."""
@@ -68,7 +80,7 @@ class TunewatchCallback(TrainerCallback):
         """The run's id, known from the moment the trainer is built."""
         if self._run is not None:
             return self._run.writer.run_id
-        return self._reporter.writer.run_id if self._reporter else self._run_id
+        return self._reporter.writer.run_id if self._reporter else self._asked.run_id
 
     # -- transformers' events; each returns None, so that the training's control is never touched ----------
 
@@ -134,7 +146,7 @@ class TunewatchCallback(TrainerCallback):
         if _is_supervised() or not _is_main(state) or owner_of(control) is not self._reporter:
             return
         try:
-            self._run = run_of_training(self._run, self._asked(), args.output_dir, resume_from_checkpoint)
+            self._run = run_of_training(self._run, self._asked, args.output_dir, resume_from_checkpoint)
             if self._reporter is None or self._reporter.writer is not self._run.writer:
                 release(control)
                 self._reporter = Reporter(self._run.writer, self.tracker)
@@ -167,18 +179,15 @@ class TunewatchCallback(TrainerCallback):
         process_globals()["open_run"] = None
         if not _is_main(state):
             return RunWriter(None)
-        self._run = self._run or waiting_run(self._asked(), args.output_dir)
+        self._run = self._run or waiting_run(self._asked, args.output_dir)
         return self._run.writer if self._run else None
 
     def _open_early(self) -> None:
         process_globals()["open_run"] = None
         if os.environ.get("RANK", "0") == "0":
-            self._run = waiting_run(self._asked())
+            self._run = waiting_run(self._asked)
         if self._run is not None:
             self._run.writer.phase("prepare")
-
-    def _asked(self) -> Asked:
-        return Asked(self._name, self._run_id, self._supervise)
 
     def _give_up(self, error: Exception) -> None:
         self._active = False

@@ -25,6 +25,7 @@ _NAMED = (
     "learning_rate", "warmup_ratio", "lr_scheduler_type", "seed", "data_seed", "optim", "max_grad_norm",
     "weight_decay", "gradient_checkpointing", "max_length", "packing", "include_num_input_tokens_seen",
     "ignore_data_skip", "load_best_model_at_end", "push_to_hub", "enable_jit_checkpoint",
+    "save_strategy",
 )  # fmt: skip
 _WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 _KINDS = ("logging", "eval", "save")

@@ -10,11 +10,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from .writer import RunWriter, process_globals
 
 _MAX_ID = 64
+
+
+class Tuning(NamedTuple):
+    """What the verdicts go by, where it is not the default: signals switched off, and limits by name."""
+
+    off: tuple[str, ...] = ()
+    thresholds: tuple[tuple[str, float], ...] = ()
 
 
 class Asked(NamedTuple):
@@ -23,6 +31,21 @@ class Asked(NamedTuple):
     name: str | None
     run_id: str | None
     supervise: bool
+    tuning: Tuning = Tuning()
+
+
+def tuning(off: Iterable[str], thresholds: Mapping[str, float]) -> Tuning:
+    """What a user set; ValueError for a signal or a limit that there is not, or that can not be."""
+    if isinstance(off, str):
+        off = (off,)
+    asked = Tuning(tuple(off), tuple(thresholds.items()))
+    if any(asked):
+        try:
+            from tunewatch.health import Thresholds
+        except ImportError:
+            return asked  # the probe alone, in a run that somebody else watches: it is theirs to tune
+        Thresholds.chosen(thresholds, asked.off)
+    return asked
 
 
 class OwnRun:
@@ -98,7 +121,7 @@ def _begin(asked: Asked, run_id: str) -> OwnRun:
     _runs().append(run)
     install_excepthook()
     if asked.supervise:
-        _start_supervisor(run.writer)
+        _start_supervisor(run.writer, asked.tuning)
     return run
 
 
@@ -129,7 +152,7 @@ def _script_name() -> str:
     return os.path.splitext(os.path.basename(main))[0] if main else "notebook"
 
 
-def _start_supervisor(writer: RunWriter) -> None:
+def _start_supervisor(writer: RunWriter, tuned: Tuning) -> None:
     """Start `tunewatch adopt RUN` as a process of its own, which outlives this one."""
     import tunewatch
 
@@ -142,7 +165,8 @@ def _start_supervisor(writer: RunWriter) -> None:
         environment.pop(name, None)
     subprocess.Popen(
         [sys.executable, "-m", "tunewatch", "adopt", writer.run_id, "--pid", str(os.getpid()),
-         "--session", writer.session, "--quiet"],
+         "--session", writer.session, "--quiet", *(f"--off={signal}" for signal in tuned.off),
+         *(f"--threshold={name}={float(limit)!r}" for name, limit in tuned.thresholds)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tunewatch.health.glance import worth_resuming
 from tunewatch.states import CANCELLED, COMPLETED, FAILED
 
 EARLY_STEPS = 10
@@ -302,13 +303,9 @@ def _advice(e: Evidence, reason: str, when: str) -> str:
         return f"{text} Do not retry on this GPU: go on elsewhere{where}."
     if when == "early" and reason in ("unknown", "exited_early"):
         return f"{text} It failed early: change the settings rather than try again."
-    if e.last_resumable and (when == "late" or reason not in _OF_SETTINGS):
+    if e.last_resumable and worth_resuming(reason, when):
         return f"{text} Resume from {e.last_resumable}."
     return text
-
-
-_OF_SETTINGS = frozenset({"oom_gpu", "config", "data", "missing_file", "auth", "hub", "nothing_trainable"})
-"""When a run fails early for one of these, a resume with the same settings fails again."""
 
 
 def _success(e: Evidence) -> str:

@@ -37,6 +37,15 @@ def laggard(pulses: Mapping[int, Mapping[str, float]]) -> Laggard | None:
     return Laggard(rank, WAITING[PHASES[int(pulse["phase"])]], step)
 
 
+def last_in_step(pulses: Mapping[int, Mapping[str, float]]) -> int | None:
+    """The rank that alone is not as far in the step as the others; None where there is none, or not all are in it."""
+    stands = {(pulse["step"], PHASES[int(pulse["phase"])]) for pulse in pulses.values()}
+    if len(pulses) < 2 or len(stands) > 1 or stands.pop()[1] != "compute":
+        return None
+    last, second, *_ = sorted(pulses, key=lambda rank: pulses[rank]["step_stage"])
+    return last if pulses[last]["step_stage"] < pulses[second]["step_stage"] else None
+
+
 def _how_far(pulse: Mapping[str, float]) -> tuple[float, int, float]:
     phase = PHASES[int(pulse["phase"])]
     step = -1.0 if math.isnan(pulse["step"]) else pulse["step"]

@@ -44,6 +44,8 @@ class Record:
         self.info: dict[str, Any] = {}
         self.environment: dict[str, str] = {}
         self.effective: dict[str, Any] = {}
+        self.arguments: dict[str, Any] = {}
+        """The trainer's whole arguments, secrets masked, without paths and texts."""
         self.requested: dict[str, Any] = {}
         """Arguments as they were given; a resume takes some of them from the checkpoint instead."""
         self.parameters: dict[str, int] = {}
@@ -63,6 +65,9 @@ class Record:
         self.exceptions: list[Mapping[str, Any]] = []
         self.package: Mapping[str, Any] | None = None
         self.output_dir: str | None = None
+        self.save_total_limit: int | None = None
+        self.saved_step: int | None = None
+        """The step of the last save of this training."""
         self.loss: float | None = None
         self.losses = 0
         """Losses logged, in the whole run."""
@@ -97,6 +102,7 @@ class Record:
         self.samples_generated: int | None = None
         self.hub_failures = 0
         self.hub_last_success: float | None = None
+        self.hub_last_failure: float | None = None
         self.step_event: int | None = None
         self.max_steps_event: int | None = None
         self.phase_ratio: float | None = None
@@ -169,6 +175,7 @@ class Record:
 
     def _on_provenance(self, event: Mapping[str, Any]) -> None:
         self.info.update({k: v for k, v in (event.get("info") or {}).items() if v is not None})
+        self.arguments = dict(event.get("arguments") or self.arguments)
         self.environment.update(
             {k: str(v) for k, v in (event.get("environment") or {}).items() if v is not None}
         )
@@ -192,6 +199,7 @@ class Record:
             if (count := as_number(event.get(f"{kind}_parameters"))) is not None
         }
         self.output_dir = event.get("output_dir") or self.output_dir
+        self.save_total_limit, self.saved_step = event.get("save_total_limit"), None
         self.nan_filter, self.nan_visibility = event.get("nan_filter"), event.get("nan_visibility")
         self._bad_loss_since_log = self._bad_loss_goes_on = False
         if not event.get("restart"):  # a search for the batch size goes on counting
@@ -267,6 +275,7 @@ class Record:
 
     def _on_save(self, event: Mapping[str, Any]) -> None:
         self.save_seconds = event.get("seconds") or self.save_seconds
+        self.saved_step = event.get("step")
         self._count_tokens(event.get("tokens") or {}, int(event.get("step") or 0))
         while len(self._unsaved) > 1:  # a resume from this checkpoint needs the last one only
             self._tokens_at.pop(self._unsaved.popleft(), None)
@@ -310,7 +319,11 @@ class Record:
         if event.get("ok"):
             self.hub_last_success = event.get("t")
         else:
-            self.hub_failures += 1
+            self._push_failed(event)
+
+    def _push_failed(self, event: Mapping[str, Any]) -> None:
+        self.hub_failures += 1
+        self.hub_last_failure = event.get("t")
 
     def _on_samples(self, event: Mapping[str, Any]) -> None:
         self.samples_generated = event.get("generated")
@@ -320,7 +333,7 @@ class Record:
             return
         self.package = event
         if event.get("push") == "failed":
-            self.hub_failures += 1
+            self._push_failed(event)
         elif event.get("push") == "done":
             self.hub_last_success = event.get("t")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tunewatch.health import Verdict
+from tunewatch.health import Glance, Verdict
 from tunewatch.supervisor.ending import Ending
 
 
@@ -84,7 +84,11 @@ class Snapshot:
     nonfinite_streak: float | None = None
     first_nonfinite_step: float | None = None
     nan_filter: bool | None = None
-    health: str = "unknown"
+    nonfinite_times: Mapping[str, float] = field(default_factory=dict)
+    """When such a step was last seen, by what was not finite."""
+    glance: Glance = field(default_factory=Glance)
+    judged: tuple[str, ...] = ()
+    """The signals that are looked for: none while nothing was heard of the run, and none that is switched off."""
     verdicts: tuple[Verdict, ...] = ()
     checkpoints_saved_total: float = 0
     checkpoints_present: int | None = None
@@ -103,13 +107,23 @@ class Snapshot:
     resume_lost: Mapping[str, bool] = field(default_factory=dict)
     hub_push_failures_total: float = 0
     hub_push_last_success: float | None = None
+    hub_push_last_failure: float | None = None
     samples_generated: int | None = None
     samples_reviewed: int | None = None
     eval_overlap_rows: float | None = None
     probe_errors: Mapping[str, float] = field(default_factory=dict)
+    probe_error_times: Mapping[str, float] = field(default_factory=dict)
+    """When such an error was last seen, by its kind."""
+    evidence: tuple[str, ...] = ()
+    """Names of the evidence files beside the run, oldest first."""
     probe_seconds_total: float | None = None
     clock_jumps_total: float = 0
     ranks: Mapping[int, RankSnapshot] = field(default_factory=dict)
+
+    @property
+    def health(self) -> str:
+        """One word for the run: ok, attention, bad, or unknown."""
+        return self.glance.health
 
     @property
     def progress_ratio(self) -> float | None:

@@ -10,14 +10,26 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tunewatch import states
+from tunewatch.durations import earliest
 from tunewatch.events import checked
-from tunewatch.health import Health, Moment, Patience
+from tunewatch.health import (
+    SIGNALS,
+    Glance,
+    Health,
+    Moment,
+    Patience,
+    Standing,
+    Thresholds,
+    at_a_glance,
+)
 from tunewatch.metrics import INFO_LABELS, label_value
 from tunewatch.probe.pulse import PHASES
 from tunewatch.probe.values import as_number
 from tunewatch.supervisor import checkpoints
 from tunewatch.supervisor.ending import Ending
-from tunewatch.supervisor.ranks import laggard
+from tunewatch.supervisor.evidence import Points
+from tunewatch.supervisor.present import SettledDisk, interval, saves_of, work_by_rank
+from tunewatch.supervisor.ranks import laggard, last_in_step
 from tunewatch.supervisor.record import Record
 from tunewatch.supervisor.snapshot import RankSnapshot, Snapshot
 from tunewatch.supervisor.twins import Twin
@@ -38,13 +50,21 @@ class RunView:
         now: float,
         wall: float,
         walltime: float | None = None,
+        deadline: float | None = None,
         resident: Callable[[int], float | None] = lambda pid: None,
+        limits: Thresholds | None = None,
     ) -> None:
         self.run_id = run_id
         self.facts = facts
         self.way = str(facts.get("way", "exec"))
         self.record = Record()
-        self.health = Health(patience)
+        self.patience, self.limits = patience, limits or Thresholds()
+        self.health = Health(patience, self.limits)
+        self.points = Points()
+        self.evidence: tuple[str, ...] = ()
+        """Names of the evidence files beside the run."""
+        self.evidence_errors = 0
+        """Those that could not be written."""
         self.state, self.state_since = states.QUEUED, wall
         self.session_start, self.session_monotonic = wall, now
         self.ending: Ending | None = None
@@ -57,12 +77,14 @@ class RunView:
         self.malformed = 0
         """Lines of events.jsonl that are no events."""
         self.clock_jumps = 0
-        self._walltime = walltime
+        self._walltime, self._deadline = walltime, deadline
         self._resident = resident
         self._end_monotonic: float | None = None
         self._phase_stalled: dict[str, float] = {}
         self._looked = 0
         self._unfinished = _Unfinished()
+        self._settled = SettledDisk()
+        self._errors, self._nonfinite = _Growth(), _Growth()
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Take in one event of the run folder; those before the record's session begins are history.
@@ -71,6 +93,7 @@ class RunView:
         """
         event = checked(event)
         self.record.event(event)
+        self.points.event(event, self.record)
         if self.record.history:
             self.health.past(event)
         else:
@@ -90,6 +113,8 @@ class RunView:
             self._looked = look
             newest = checkpoints.would_resume(found or ())
             self._unfinished.look(newest, now, saving=self.record.phase == "save")
+        writing = self.record.phase == "save" or self._unfinished.is_written(now)
+        self._settled.look(look, found, free_bytes, free_inodes, writing=writing)
 
     def tick(
         self, now: float, wall: float, *, since: float | None = None, excused: float = -math.inf
@@ -99,8 +124,10 @@ class RunView:
         `since` is when this was last done: a stall between is counted as such. The run's silence before `excused`
         proves nothing: it was the one who watches that was away.
         """
-        self._judge(now, since, excused)
+        self._judge(now, wall, since, excused)
         self._follow(wall)
+        self._errors.look(self._probe_errors(), wall)
+        self._nonfinite.look(self._nonfinite_steps(), wall)
 
     def found_twin(self, twin: Twin) -> None:
         """Take in that another run has the same losses."""
@@ -115,6 +142,13 @@ class RunView:
         """Change the state, if there is such a step."""
         if state != self.state and states.may_follow(self.state, state):
             self.state, self.state_since = state, wall
+
+    @property
+    def deadline(self) -> float | None:
+        """When the run's time is over, Unix seconds; None where nothing limits it."""
+        return earliest(
+            None if self._walltime is None else self.session_start + self._walltime, self._deadline
+        )
 
     def newest_sound(self) -> checkpoints.Checkpoint | None:
         """The checkpoint that a resume of this run should take."""
@@ -181,12 +215,16 @@ class RunView:
             wasted_seconds=record.wasted_seconds,
             last_activity=main["activity_time"] if main else None,
             deadline=deadline + to_wall if deadline is not None else None,
-            walltime_deadline=self.session_start + self._walltime if self._walltime else None,
+            walltime_deadline=self.deadline,
             nonfinite_steps=self._nonfinite_steps(),
             nonfinite_streak=record.rank_max("nonfinite_streak") if main else None,
             first_nonfinite_step=_known(main, "first_nonfinite_step"),
             nan_filter=record.nan_filter,
-            health=self.health.level,
+            nonfinite_times=dict(self._nonfinite.seen),
+            glance=self._glance(),
+            judged=()
+            if self.health.level == "unknown"
+            else tuple(signal for signal in SIGNALS if signal not in self.limits.off),
             verdicts=tuple(self.health.verdicts),
             checkpoints_saved_total=record.rank_max("saves"),
             checkpoints_present=len(complete) if self.checkpoints is not None else None,
@@ -197,7 +235,7 @@ class RunView:
             checkpoint_last_time=newest.saved_at if newest else None,
             checkpoint_size=newest.size_bytes if newest else None,
             checkpoint_duration=record.save_seconds,
-            checkpoint_interval_steps=_interval(record.effective.get("save_steps")),
+            checkpoint_interval_steps=saves_of(record).every,
             checkpoint_best_step=record.best_step
             if record.best_step in {item.step for item in complete}
             else None,
@@ -211,14 +249,13 @@ class RunView:
             },
             hub_push_failures_total=record.hub_failures,
             hub_push_last_success=record.hub_last_success,
+            hub_push_last_failure=record.hub_last_failure,
             samples_generated=record.samples_generated,
             samples_reviewed=self.reviewed,
             eval_overlap_rows=as_number(record.info.get("eval_overlap_rows")),
-            probe_errors={
-                "hook": record.rank_sum("hook_errors"),
-                "append": record.rank_sum("append_errors"),
-                "malformed": float(self.malformed),
-            },
+            probe_errors=self._probe_errors(),
+            probe_error_times=dict(self._errors.seen),
+            evidence=self.evidence,
             probe_seconds_total=record.rank_sum("hook_seconds") if main else None,
             clock_jumps_total=self.clock_jumps,
             ranks={rank: self._rank(rank, pulse) for rank, pulse in record.pulses.items()},
@@ -226,7 +263,51 @@ class RunView:
 
     # -- inside -------------------------------------------------------------------------------------------
 
-    def _judge(self, now: float, since: float | None, excused: float) -> None:
+    def _glance(self) -> Glance:
+        record = self.record
+        return at_a_glance(
+            Standing(
+                state=self.state,
+                level=self.health.level,
+                verdicts=self.health.verdicts,
+                ending=self.ending,
+                checkpoints=self._trusted(),
+                step=record.step,
+                max_steps=record.max_steps,
+                eta=record.pace.eta(record.step, record.max_steps),
+                doing=record.phase_detail,
+                steps_per_log=interval(record.effective.get("logging_steps")),
+                best_step=record.best_step,
+                best_checkpoint=next(
+                    (
+                        item.name
+                        for item in self.checkpoints or ()
+                        if item.complete and item.step == record.best_step
+                    ),
+                    None,
+                ),
+                limits=self.limits,
+            )
+        )
+
+    def _trusted(self) -> list[tuple[int, str]]:
+        """The checkpoints that a resume may take, by step."""
+        there = self.checkpoints or ()
+        if self.ending is not None and self.ending.reason == "checkpoint_corrupt":
+            # It died before it began: nothing tells which of them are its own.
+            newest = checkpoints.newest_complete(there)
+            return [(newest.step, newest.name)] if newest else []
+        return sorted((item.step, item.name) for item in there if item.resumable and self._is_sound(item))
+
+    def _probe_errors(self) -> dict[str, float]:
+        return {
+            "hook": self.record.rank_sum("hook_errors"),
+            "append": self.record.rank_sum("append_errors"),
+            "malformed": float(self.malformed),
+            "evidence": float(self.evidence_errors),
+        }
+
+    def _judge(self, now: float, wall: float, since: float | None, excused: float) -> None:
         record, main = self.record, self.record.main
         if main is None or self.ending is not None:
             return
@@ -234,8 +315,7 @@ class RunView:
             self.health.silence()
             return
         phase, pace = PHASES[int(main["phase"])], record.pace.seconds_per_step
-        sound, unfinished = self.newest_sound(), self._unfinished
-        complete = checkpoints.newest_complete(self.checkpoints or ())
+        sound, unfinished, saves = self.newest_sound(), self._unfinished, saves_of(record)
         signs_of_life = [main["activity_monotonic"], excused]
         if phase == "save":
             signs_of_life.append(unfinished.grew_at)  # a slow disk is slow, not dead
@@ -248,17 +328,47 @@ class RunView:
             first_step=bool(main["first_step"]),
             seconds_per_step=pace,
             unsaved_seconds=_times(self._steps_at_risk(sound), pace),
-            save_seconds_apart=_times(_interval(record.effective.get("save_steps")), pace),
-            free_bytes=self.free_bytes,
-            checkpoint_bytes=complete.size_bytes if complete else None,
+            save_seconds_apart=_times(saves.every, pace),
+            saved_step=self._saved_step(),
+            writing=unfinished.name is not None,
             broken_checkpoint=unfinished.given_up(now),
             good_checkpoint=sound.name if sound else None,
+            checkpoint_steps=self._complete_steps(),
             behind=str(laggard(record.pulses) or ""),
+            last_in_step=last_in_step(record.pulses),
             activity=record.activity,
+            max_steps=record.max_steps,
+            session_steps=main["step_seconds_count"],
+            left_seconds=record.pace.eta(record.step, record.max_steps),
+            deadline=self._time_is_over(now, wall),
+            saves=saves,
+            disk=self._settled.disk,
+            ranks=work_by_rank(record.pulses),
         )
         if since is not None and self.health.is_active("stalled"):
             self._phase_stalled[moment.phase] = self._phase_stalled.get(moment.phase, 0.0) + now - since
         self.health.tick(moment)
+
+    def _complete_steps(self) -> frozenset[int] | None:
+        """The steps whose checkpoints lie complete in output_dir; None while nobody has looked."""
+        if self.checkpoints is None:
+            return None
+        return frozenset(item.step for item in self.checkpoints if item.complete)
+
+    def _time_is_over(self, now: float, wall: float) -> float | None:
+        """The deadline on the monotonic clock, which nobody sets."""
+        return earliest(
+            None if self._walltime is None else self.session_monotonic + self._walltime,
+            None if self._deadline is None else now + self._deadline - wall,
+        )
+
+    def _saved_step(self) -> int | None:
+        """The last step of which a save ended in this training, or a checkpoint of this run is there."""
+        own = [item for item in self.checkpoints or () if item.complete and self._is_sound(item)]
+        steps = [checkpoint.step for checkpoint in own[-1:]]
+        if self.record.saved_step is not None:
+            steps.append(self.record.saved_step)
+        return max(steps, default=None)
 
     def _detail(self, phase: str, main: Mapping[str, float]) -> str:
         """A few words on what the phase is busy with."""
@@ -313,7 +423,7 @@ class RunView:
         found = {}
         for what, name in (("log", "logging_steps"), ("eval", "eval_steps"), ("save", "save_steps")):
             for kind, arguments in given.items():
-                if (steps := _interval(arguments.get(name))) is not None:
+                if (steps := interval(arguments.get(name))) is not None:
                     found[what, kind] = float(steps)
         return found
 
@@ -370,6 +480,10 @@ def verdict_json(snapshot: Snapshot) -> dict[str, Any]:
         "name": snapshot.info.get("name"),
         "state": snapshot.state,
         "health": snapshot.health,
+        "reason": snapshot.glance.reason,
+        "act": snapshot.glance.act,
+        "act_text": snapshot.glance.act_text,
+        "resume_from": snapshot.glance.resume_from,
         "signals": [verdict.to_json() for verdict in snapshot.verdicts],
         "step": snapshot.step,
         "max_steps": snapshot.max_steps,
@@ -383,6 +497,7 @@ def verdict_json(snapshot: Snapshot) -> dict[str, Any]:
         "activity": snapshot.activity,
         "samples": {"generated": snapshot.samples_generated, "reviewed": snapshot.samples_reviewed},
         "ending": snapshot.ending.to_json() if snapshot.ending else None,
+        "evidence": list(snapshot.evidence),
         "updated": snapshot.now,
     }
 
@@ -419,11 +534,29 @@ class _Unfinished:
         elif self._still_since is None:
             self._still_since = now
 
+    def is_written(self, now: float) -> bool:
+        """Whether there is one, and it may be that somebody writes it."""
+        return self.name is not None and self.given_up(now) is None
+
     def given_up(self, now: float) -> str | None:
         """Its name, once nobody seems to write it."""
         if self._still_since is None or now - self._still_since < self.GIVEN_UP_AFTER:
             return None
         return self.name
+
+
+class _Growth:
+    """When counts were last seen to grow, by their names; of what a count was at the first look nobody knows when."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, float] = {}
+        self._counts: dict[str, float] = {}
+
+    def look(self, counts: Mapping[str, float], wall: float) -> None:
+        for name, count in counts.items():
+            if count > self._counts.get(name, count):
+                self.seen[name] = wall
+            self._counts[name] = count
 
 
 def _is_whole(epoch: float) -> bool:
@@ -432,8 +565,3 @@ def _is_whole(epoch: float) -> bool:
 
 def _times(steps: int | None, seconds: float | None) -> float | None:
     return None if steps is None or seconds is None else steps * seconds
-
-
-def _interval(value: Any) -> int | None:
-    """Steps between saves; a share of the training (below 1) is resolved by the trainer, not by us."""
-    return int(value) if isinstance(value, (int, float)) and value >= 1 else None

@@ -9,14 +9,16 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from prometheus_client.registry import CollectorRegistry
 
 from tunewatch import states
-from tunewatch.health import Patience
+from tunewatch.durations import earliest
+from tunewatch.health import Patience, Thresholds
 from tunewatch.metrics import RunCollector
 from tunewatch.probe.values import as_number
 from tunewatch.probe.writer import process_start
@@ -32,6 +34,7 @@ from tunewatch.supervisor import checkpoints
 from tunewatch.supervisor.disk import OutputFolder
 from tunewatch.supervisor.ending import Ending, Evidence, judge
 from tunewatch.supervisor.endpoint import DEFAULT_HOST, Endpoint
+from tunewatch.supervisor.evidence import FAILED, EvidenceFiles, evidence, watched_with
 from tunewatch.supervisor.linger import Linger
 from tunewatch.supervisor.process import (
     Adopted,
@@ -66,12 +69,17 @@ class Options:
     host: str = DEFAULT_HOST
     port: int | None = None
     patience: Patience = field(default_factory=Patience)
+    thresholds: Thresholds = field(default_factory=Thresholds)
     linger: bool = True
     grace: float = 60.0
     """Seconds between a request to end and SIGKILL."""
     target_file: bool = True
     walltime: float | None = None
-    """Seconds after the session's start at which the allocation ends; None where nothing limits it."""
+    """Seconds after the session's start at which its time is over; None where nothing limits it."""
+    deadline: float | None = None
+    """Unix time by which it should have ended; the earliest of the three counts."""
+    allocation_end: float | None = None
+    """Unix time at which the engine that it runs in takes its machine away."""
 
 
 class Supervisor:
@@ -95,7 +103,9 @@ class Supervisor:
             now=time.monotonic(),
             wall=time.time(),
             walltime=options.walltime,
+            deadline=earliest(options.deadline, options.allocation_end),
             resident=resident_bytes,
+            limits=options.thresholds,
         )
         self._record, self._health, self._way = self._view.record, self._view.health, self._view.way
         self._reader = EventReader(folder.events)
@@ -113,6 +123,7 @@ class Supervisor:
         self._output = OutputFolder()
         self._clock_offset: float | None = None
         self._twin_sought = False
+        self._files = EvidenceFiles(folder.path)
         registry = CollectorRegistry()
         self.endpoint = Endpoint(
             registry, host=options.host, port=options.port, title=f"tunewatch {folder.run_id}"
@@ -191,7 +202,8 @@ class Supervisor:
                 "session_start": self._view.session_start,
                 "session_monotonic": self._view.session_monotonic,
                 "history_bytes": self._history_bytes,
-                "patience": asdict(self.options.patience),
+                "deadline": self._view.deadline,
+                **watched_with(self.options.patience, self.options.thresholds),
             },
         )
 
@@ -451,6 +463,8 @@ class Supervisor:
             self.snapshot.state,
             self.snapshot.verdicts,
         )
+        if changed:
+            self.snapshot = self._with_evidence(self.snapshot)
         if changed or self.snapshot.now - self._verdict_written >= 2.0:
             self._view.reviewed = self._read_review()
             self._write_verdict()
@@ -458,6 +472,18 @@ class Supervisor:
             self._on_change(self.snapshot)
 
     _verdict_written = 0.0
+
+    def _with_evidence(self, snapshot: Snapshot) -> Snapshot:
+        """Keep what led to each verdict that counts, when it is first raised, and to a failure."""
+        view, files = self._view, self._files
+        for verdict in snapshot.verdicts:
+            if verdict.level != "info":
+                content = partial(evidence, view, snapshot, verdict)
+                files.tell(verdict.signal, verdict.step, snapshot.session_start, content)
+        if snapshot.ending is not None and snapshot.ending.state == states.FAILED:
+            files.tell(FAILED, snapshot.step, snapshot.session_start, partial(evidence, view, snapshot, None))
+        view.evidence, view.evidence_errors = files.names, files.errors
+        return replace(snapshot, evidence=files.names)
 
     def _write_verdict(self) -> None:
         snapshot = self.snapshot

@@ -1,0 +1,1 @@
+"""Labelled logs of real trainings, and what they are measured with."""
