@@ -15,39 +15,11 @@ from pathlib import Path
 
 import pytest
 from harness import Machine, wait_for
+from pager import Pager
 
-from tunewatch.inbox import Alert
-from tunewatch.stack import Stack, fetch
+from tunewatch.stack import Stack
 
 TIME_SCALE = 15.0  # a scrape a second; "for: 2m" is eight seconds
-
-
-class Pager:
-    """What reached the receiver, by run."""
-
-    def __init__(self, stack: Stack) -> None:
-        self.stack = stack
-
-    def alerts(self, run_id: str, status: str = "firing") -> dict[str, Alert]:
-        assert self.stack.inbox is not None
-        return {
-            alert.name: alert
-            for notification in self.stack.inbox.notifications
-            for alert in notification.alerts
-            if alert.labels.get("run_id") == run_id and alert.status == status
-        }
-
-    def scraped(self, run_id: str) -> bool:
-        """Whether Prometheus has seen the run."""
-        query = f"tunewatch_run_state%7Brun_id%3D%22{run_id}%22%7D"
-        return b'"value"' in fetch(f"{self.stack.prometheus_url}/api/v1/query?query={query}")
-
-    def wait(self, run_id: str, name: str, *, status: str = "firing", seconds: float = 90.0) -> Alert:
-        return wait_for(
-            lambda: self.alerts(run_id, status).get(name),
-            seconds=seconds,
-            what=f"{status} {name} for {run_id}",
-        )
 
 
 @pytest.fixture(scope="module")

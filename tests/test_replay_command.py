@@ -192,11 +192,12 @@ def test_a_folder_that_may_not_be_read_says_so_and_the_rest_goes_on(tmp_path: Pa
 @pytest.mark.parametrize(
     ("head", "kind"),
     [
-        (gzip.compress(b"x"), "gzip"),
+        (gzip.compress(b"x", mtime=0), "gzip"),
         (bz2.compress(b"x"), "bzip2"),
         (lzma.compress(b"x"), "xz"),
         (b"PK\3\4..", "zip"),
     ],
+    ids=["gzip", "bzip2", "xz", "zip"],
 )
 def test_a_compressed_file_says_so(head: bytes, kind: str, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(head)

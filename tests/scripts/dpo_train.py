@@ -1,4 +1,7 @@
-"""A preference training with TRL's DPOTrainer; it does not know of tunewatch."""
+"""A preference training with TRL's DPOTrainer; it does not know of tunewatch.
+
+python dpo_train.py OUTPUT [STEPS]
+"""
 
 import sys
 
@@ -38,7 +41,7 @@ trainer = DPOTrainer(
     model=model,
     args=DPOConfig(
         output_dir=sys.argv[1],
-        max_steps=4,
+        max_steps=int(sys.argv[2]) if len(sys.argv) > 2 else 4,
         per_device_train_batch_size=2,
         logging_steps=1,
         save_strategy="no",
