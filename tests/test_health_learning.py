@@ -186,11 +186,6 @@ class TestFlat:
         )
         assert "labels (masking" in verdict(health, "flat").advice
 
-    def test_with_a_gradient_of_0_it_says_so(self):
-        health = Health()
-        logs(health, [2.3026] * 10, grad_norm=0.0)
-        assert verdict(health, "flat").message.endswith("and the gradient norm is 0.")
-
     def test_noise_around_a_level_is_seen_after_thirty(self):
         health = Health()
         logs(health, wavy(29))
@@ -229,6 +224,16 @@ class TestFlat:
             message = verdict(health, "flat").message
             assert message.startswith("Neither loss has come down") == neither
             assert ("the evaluation loss 2.02 at first, 2.01 at its best" in message) == neither
+
+    def test_it_gives_way_to_the_reason_once_that_is_known(self):
+        """Two alerts with contrary advice (a larger batch; a lower learning rate) help nobody."""
+        health = Health()
+        begin(health)
+        logs(health, [2.0] * 12)
+        assert active(health) == {"flat"}
+        logs(health, [5.0] * 12, first=13)
+        assert alarms(health) >= {"diverging"}
+        assert "flat" not in active(health)
 
     def test_a_slow_start_in_the_warm_up_is_not(self):
         health = Health()

@@ -216,6 +216,21 @@ def test_spikes_are_taken_back_after_ten_calm_logs():
     assert active(health) <= {"flat"}
 
 
+def test_a_rate_that_is_too_high_from_the_first_step_on_is_divergence():
+    """The best quick mean comes when the loss is up already; only the first loss tells."""
+    health = Health()
+    begin(health)
+    logs(health, [4.0, 12.0, 20.0] + [14.0] * 20)
+    assert verdict(health, "diverging").message.endswith("at step 23, 4 at its best.")
+
+
+def test_a_first_loss_of_half_of_what_follows_is_no_best():
+    health = Health()
+    begin(health)
+    logs(health, [0.94] + [1.79] * 25 + [1.7 - 0.02 * i for i in range(20)])
+    assert "diverging" not in active(health)
+
+
 def test_one_huge_spike_is_no_divergence():
     health = Health()
     logs(health, [*around(1.0, 0.02, 40), 500.0])

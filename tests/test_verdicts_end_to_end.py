@@ -158,10 +158,14 @@ FAULTS = {
     "frozen": Fault(
         simply("frozen"),
         ((NOT_LEARNING, "nothing_trainable"), (NOT_LEARNING, "no_gradient")),
-        also=((ATTENTION, "flat"),),
     ),
     "diverging": Fault(
         simply("diverging"),
+        ((NOT_LEARNING, "diverging"),),
+        also=((ATTENTION, "spikes"), (ATTENTION, "grad_explosion")),
+    ),
+    "huge": Fault(
+        simply("huge"),
         ((NOT_LEARNING, "diverging"),),
         also=((ATTENTION, "spikes"), (ATTENTION, "grad_explosion")),
     ),

@@ -454,7 +454,8 @@ def import_command(
         list[str], typer.Argument(help="Logs of trainings in any form, folders of them, or ids of runs.")
     ],
     into: Annotated[
-        Path | None, typer.Option(help="Data folder of a Prometheus (--storage.tsdb.path), which may be running.")
+        Path | None,
+        typer.Option(help="Data folder of a Prometheus (--storage.tsdb.path), which may be running."),
     ] = None,
     openmetrics: Annotated[
         str | None, typer.Option(help="File to write OpenMetrics text to instead, - for standard output.")
@@ -466,7 +467,9 @@ def import_command(
     start: Annotated[
         str | None, typer.Option(help="When a run without times of its own began, e.g. 2026-01-31T18:00.")
     ] = None,
-    end: Annotated[str | None, typer.Option(help="When it ended; default: when its file was written.")] = None,
+    end: Annotated[
+        str | None, typer.Option(help="When it ended; default: when its file was written.")
+    ] = None,
     seconds_per_log: Annotated[
         float | None, typer.Option(help="How far apart its logs are; default: by its summary, else 10.")
     ] = None,

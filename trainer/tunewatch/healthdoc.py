@@ -102,6 +102,7 @@ LIMITS: dict[str, tuple[tuple[str, ...], str]] = {
     "burst_floor": (("spikes",), "The same as a share of the first losses."),
     "diverging_ratio": (("diverging",), "Rise above the best, as a share of it."),
     "diverging_least": (("diverging",), "Smallest rise that counts."),
+    "diverging_of_first": (("diverging",), "Times the first loss from which that one counts as the best."),
     "diverging_floor": (("diverging",), "The same as a share of the first losses, if that is less."),
     "diverging_sigma": (("diverging",), "Rise in the noise."),
     "diverging_clear_ratio": (("diverging",), "Or, where there is little noise: rise above the best."),

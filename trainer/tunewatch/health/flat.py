@@ -11,6 +11,11 @@ from tunewatch.health.thresholds import Thresholds
 from tunewatch.health.training import Training
 from tunewatch.health.verdict import Findings
 
+EXPLAINED_BY = (
+    "diverging", "nonfinite", "zero_loss", "labels_masked", "nothing_trainable", "no_gradient", "lr_zero",
+)  # fmt: skip
+"""What says better why nothing is learned, and what to do."""
+
 JAGGED = 0.1
 """Noise of a log, as a share of the loss, from which a curve is called jagged."""
 
@@ -24,9 +29,10 @@ class Flat:
       than 3 % (`flat_best_ratio` 0.97) below it.
     - level in noise that hides 3 %: after twice as many logs the slow mean (EWMA of 1/20) is not below L0 by more than
       `flat_sigma` (0.3) times the noise, and has never been by more than twice that.
-    Silent in the warm-up, which train_begin tells or the rising rate shows, and in the first 2 % of a rate that decays:
-    a long training with frequent logs begins flat. Over for good once the loss has plainly come down (by a fifth of L0
-    and by three times the noise). Off where a reward or a preference is optimized.
+    Silent while a signal of EXPLAINED_BY holds, in the warm-up (which train_begin tells or the rising rate shows), and
+    in the first 2 % of a rate that decays: a long training with frequent logs begins flat. Over for good once the loss
+    has plainly come down (by a fifth of L0 and by three times the noise). Off where a reward or a preference is
+    optimized.
     Source: plateau rules, with limits chosen on public logs, and on healthy ones whose trend was taken out.
     Can not see: a run that starts at its optimum and is fine; it looks the same.
     """
@@ -59,6 +65,9 @@ class Flat:
             return
         self._learned = best < min(self.LEARNED * start, start - 3.0 * noise)
         if reading.step is not None and reading.step <= self._warmup:
+            return
+        if any(signal in self._findings for signal in EXPLAINED_BY):
+            self._findings.drop("flat")
             return
         still = smooth.count >= self._limits.still_logs and self._is_still(start)
         if still or (not self._is_early() and self._is_level(smooth.count, smooth.fast, best, start, noise)):
@@ -110,8 +119,7 @@ class Flat:
     ) -> None:
         numbers = f"{start:.4g} at the start, {smooth.fast:.4g} now"
         if still:
-            norm = " and the gradient norm is 0" if reading.norm == 0.0 else ""
-            message = f"The loss has not moved at all in {smooth.count} logs ({numbers}){norm}."
+            message = f"The loss has not moved at all in {smooth.count} logs ({numbers})."
             advice = "Stop it, and check the labels (masking, chat template), the data and what is trainable."
         elif fall is not None and fall[1] > self._limits.flat_ratio * fall[0]:
             message = (

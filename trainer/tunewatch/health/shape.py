@@ -75,7 +75,9 @@ class Loss:
     - `diverging`: for `diverging_logs` (10) logs in a row f - best > min(`diverging_least` (0.15), `diverging_floor`
       (0.01) L0), and either > max(`diverging_ratio` (0.3) |best|, `diverging_sigma` (4.5) s / 3), or, for curves with
       little noise, > max(`diverging_clear_ratio` (0.2) |best|, `diverging_clear_sigma` (8) s / 3); 1/3 = sqrt(0.2/1.8)
-      is the noise of f. f takes each x as at most m + max(3 s, |m|): one huge spike is no rise.
+      is the noise of f. f takes each x as at most m + max(3 s, |m|): one huge spike is no rise. The first loss counts
+      as `best` only while f is above `diverging_of_first` (2.5) times it (a learning rate that is too high from the
+      first step on): it is often that of an odd window, half of what follows.
     - `loss_huge`: above `huge_loss` (1000) in the first three logs. A guess among 260,000 words has ln 260,000 = 12.5,
       and a loss summed over 64 micro-batches 800; some healthy losses (squared errors, sums) begin at 100 to 200.
     Source: the usual formulas, with limits chosen on public logs and on faults put into them
@@ -93,6 +95,7 @@ class Loss:
         self._jumps: deque[int] = deque(maxlen=max(1, int(self._limits.spike_hits)))
         if not training.step:
             self.smooth, self._level, self._window = Smooth(), Level(), Window()
+            self._first = math.inf
 
     @property
     def noise(self) -> float:
@@ -123,8 +126,10 @@ class Loss:
             else min(loss, mean + max(3.0 * level.noise, abs(mean)))
         )
         level.add(loss)
+        if smooth.count == 1:
+            self._first = loss
         if smooth.best is not None:
-            self._diverging(reading.step, smooth.fast, smooth.best)
+            self._diverging(reading.step, smooth.fast, self._best(smooth.fast, smooth.best))
         if smooth.count <= FIRST_LOGS and loss > self._limits.huge_loss:
             self._findings.note(
                 "loss_huge", reading.step,
@@ -192,6 +197,10 @@ class Loss:
             f"The loss jumped from about {self._level.mean:.4g} to {loss:.4g} at {_step(step)}.",
             "Keep it running; a single jump that comes back does no harm.",
         )  # fmt: skip
+
+    def _best(self, fast: float, best: float) -> float:
+        first = self._first
+        return first if 0.0 < first < best and fast > self._limits.diverging_of_first * first else best
 
     def _diverging(self, step: int | None, fast: float, best: float) -> None:
         limits, rise = self._limits, fast - best

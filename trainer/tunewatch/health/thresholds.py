@@ -61,6 +61,7 @@ class Thresholds:
     burst_floor: float = 0.002
     diverging_ratio: float = 0.3
     diverging_least: float = 0.15
+    diverging_of_first: float = 2.5
     diverging_floor: float = 0.01
     diverging_sigma: float = 4.5
     diverging_clear_ratio: float = 0.2

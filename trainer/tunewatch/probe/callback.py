@@ -65,7 +65,9 @@ class TunewatchCallback(TrainerCallback):
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy (of a trainer that is handed to another process, say) starts anew, without threads and files."""
         name, run_id, supervise, tuned = self._asked
-        chosen: dict[str, Any] = {"off": tuned.off, "thresholds": dict(tuned.thresholds)} if any(tuned) else {}
+        chosen: dict[str, Any] = (
+            {"off": tuned.off, "thresholds": dict(tuned.thresholds)} if any(tuned) else {}
+        )
         return functools.partial(type(self), run_id=run_id, supervise=supervise, **chosen), (name,)
 
     def add_progress_callback(self, listener: Listener) -> Callable[[], None]:
