@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from tunewatch.health.collapse import Collapse
@@ -77,6 +77,11 @@ class Health:
     def verdicts(self) -> list[Verdict]:
         """What holds now, the worst first."""
         return sorted(self._findings.verdicts, key=lambda verdict: -LEVELS.index(verdict.level))
+
+    @property
+    def signals(self) -> Set[str]:
+        """The names of the verdicts."""
+        return self._findings.signals
 
     @property
     def level(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Set
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -93,7 +93,7 @@ class Findings:
     all the same, for a stall or damaged weights tell how a run ended; they are only in no verdict.
     """
 
-    def __init__(self, off: Container[str] = ()) -> None:
+    def __init__(self, off: frozenset[str] = frozenset()) -> None:
         self._off = off
         self._active: dict[str, Verdict] = {}
         self._released: dict[str, int] = {}
@@ -105,6 +105,11 @@ class Findings:
     @property
     def verdicts(self) -> list[Verdict]:
         return [verdict for verdict in self._active.values() if verdict.signal not in self._off]
+
+    @property
+    def signals(self) -> Set[str]:
+        """The names of `verdicts`; cheap enough to ask after each log."""
+        return self._active.keys() - self._off if self._off else self._active.keys()
 
     def hold(self, signal: str, step: int | None, message: str, advice: str) -> None:
         known = self._active.get(signal)

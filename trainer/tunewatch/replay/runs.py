@@ -95,6 +95,8 @@ class Judged:
         if event["event"] == "log":
             self._count(event)
         self._health.event(event)
+        if self._health.signals <= self._raised.keys():
+            return
         for verdict in self._health.verdicts:
             if verdict.signal not in self._raised:
                 self._raised[verdict.signal] = Raised(verdict, self.logs)
