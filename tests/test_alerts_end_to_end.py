@@ -53,6 +53,7 @@ def test_nan(watched, pager):
     command.wait()
 
 
+@pytest.mark.slow
 def test_stall(watched, pager):
     command = watched.exec_tiny(
         "--hang-in", "step", options=("--grace", "1s", "--patience", "step=2s", "--patience", "step_factor=3")

@@ -167,6 +167,7 @@ def test_a_training_that_resumes_goes_on_in_its_run(session):
     assert session.curve("mine") == told[0]["losses"] + told[1]["losses"]
 
 
+@pytest.mark.slow
 def test_the_supervisor_of_a_resumed_training_counts_one_resume(session):
     session.open_notebook()
     session.cell('t = build(TunewatchCallback(run_id="mine")); t.train()')
@@ -196,6 +197,7 @@ def test_the_supervisor_of_a_resumed_training_counts_one_resume(session):
     assert session.json("mine", "verdict.json")["step"] == 8
 
 
+@pytest.mark.slow
 def test_a_cell_that_is_run_again(session):
     session.open_notebook()
     cell = """
@@ -267,6 +269,7 @@ def test_a_search_makes_a_run_of_each_trial(session):
     assert [float(rate) for rate in rates] == [0.1, 0.01, 0.001]
 
 
+@pytest.mark.slow
 def test_trainers_one_after_the_other_and_one_within_another(session):
     session.script("""
         class Reward(TrainerCallback):

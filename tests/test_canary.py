@@ -122,6 +122,7 @@ def test_an_exception_that_quotes_a_row(machine: Machine, tiny: Path):
     assert CANARY not in told
 
 
+@pytest.mark.slow
 def test_a_row_of_a_bad_type(machine: Machine, tiny: Path):
     rows = [chat(f"What is {i}? {CANARY}", "x") for i in range(12)]
     rows[5] = {"messages": CANARY}
@@ -171,6 +172,7 @@ Trainer(
 """
 
 
+@pytest.mark.slow
 def test_bars_log_values_and_an_exception_of_a_script(machine: Machine, tiny: Path):
     script = machine.folder / "train.py"
     script.write_text(SCRIPT)

@@ -549,9 +549,9 @@ def test_rotation(output):
     [
         ("none", True),
         ("weights", False),
-        ("optimizer", False),
-        ("trainer_state", False),
-        ("config", False),
+        pytest.param("optimizer", False, marks=pytest.mark.slow),
+        pytest.param("trainer_state", False, marks=pytest.mark.slow),
+        pytest.param("config", False, marks=pytest.mark.slow),
     ],
 )
 def test_transformers_agrees(output, damage, resumes):

@@ -133,6 +133,7 @@ def test_a_checkpoint_on_sigterm_past_the_supervisor_and_through_it(machine, thr
     assert ("1 step after" in end["message"]) == (lost == 1)
 
 
+@pytest.mark.slow
 def test_a_resume_from_what_a_kill_left(machine):
     """The newest folder has no trainer_state.json; one before it is whole."""
     assert run(machine, save_steps=2).wait() == 0

@@ -276,6 +276,7 @@ def pushing(machine, hub):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_push_that_fails_unseen(machine):
     hub = Hub()
     try:

@@ -67,6 +67,7 @@ def test_each_fault_ends_with_its_alert(machine: Machine, fault: str, alert: str
     assert left_over(machine.home) == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_no_process(machine: Machine):
     command = machine.start("demo", "--no-keep")
     wait_for(lambda: "training " in command.output, seconds=120, what="the training in the demo")

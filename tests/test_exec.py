@@ -100,7 +100,7 @@ def test_a_command_that_is_no_training_is_not_attached(machine):
     [
         (("--poison-at", "5"), 0, ("failed", "nan", "early")),
         (("--kill-at", "5"), 137, ("failed", "killed_signal_9", "early")),
-        (("--leave-at", "5"), 0, ("failed", "exited_early", "early")),
+        pytest.param(("--leave-at", "5"), 0, ("failed", "exited_early", "early"), marks=pytest.mark.slow),
         (("--steps", "20", "--raise-at", "15"), 1, ("failed", "unknown", "late")),
         (
             (
@@ -113,8 +113,10 @@ def test_a_command_that_is_no_training_is_not_attached(machine):
             ("failed", "oom_gpu", "early"),
         ),
         (("--raise-at", "3", "--raise-what", "torch.empty(2**50)"), 1, ("failed", "oom_host", "early")),
-        (("--resume",), 1, ("failed", "config", "early")),
-        (("--raise-at", "3", "--swallow"), 0, ("failed", "exited_early", "early")),
+        pytest.param(("--resume",), 1, ("failed", "config", "early"), marks=pytest.mark.slow),
+        pytest.param(
+            ("--raise-at", "3", "--swallow"), 0, ("failed", "exited_early", "early"), marks=pytest.mark.slow
+        ),
     ],
     ids=["nan", "kill", "os_exit", "exception", "oom_gpu", "oom_host", "no_checkpoint", "swallowed"],
 )
@@ -262,6 +264,7 @@ def test_kill_minus_nine_of_the_supervisor_then_adopt(machine):
     assert ending(machine)[:2] == ("failed", "unknown")
 
 
+@pytest.mark.slow
 def test_the_training_does_not_notice_a_stopped_supervisor(machine):
     """Thirty seconds of SIGSTOP and 10 MB on stderr: no call of ours on the training thread takes 5 ms."""
     command = machine.exec_tiny(

@@ -397,7 +397,13 @@ def test_a_row_that_an_exception_quotes_is_not_told(base, tiny, tmp_path):
     ("lora", "kind", "reason", "detail"),
     [
         ({"r": 4, "inference_mode": True}, "NothingTrainableError", "nothing_trainable", "no parameter"),
-        ({"target_modules": ["q_projection"]}, "ConfigError", "config", "lora: Target modules"),
+        pytest.param(
+            {"target_modules": ["q_projection"]},
+            "ConfigError",
+            "config",
+            "lora: Target modules",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_adapters_that_cannot_learn(base, tmp_path, lora, kind, reason, detail):

@@ -427,7 +427,13 @@ def activities(events):
 
 
 @pytest.mark.parametrize(
-    "flags", [(), ("--num-proc", "2"), ("--bars-off",)], ids=["plain", "num_proc", "bars_off"]
+    "flags",
+    [
+        (),
+        pytest.param(("--num-proc", "2"), marks=pytest.mark.slow),
+        pytest.param(("--bars-off",), marks=pytest.mark.slow),
+    ],
+    ids=["plain", "num_proc", "bars_off"],
 )
 def test_an_unchanged_script_below_exec(machine, flags):
     command = machine.start(

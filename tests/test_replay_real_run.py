@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from harness import Machine
 
 from tunewatch.health import Thresholds
@@ -14,6 +15,7 @@ def alarms(found: Report) -> list[tuple[str, str]]:
     )
 
 
+@pytest.mark.slow
 def test_console_history_and_events_of_a_real_training_agree(machine: Machine) -> None:
     command = machine.exec_tiny(
         "--steps", "40", "--logging-steps", "2", "--save-steps", "20", "--eval-steps", "10", "--poison-at", "30",

@@ -61,6 +61,7 @@ def test_a_run_from_start_to_package(machine: Machine):
     assert "train_runtime" in (machine.run_folder() / "child.log").read_text()
 
 
+@pytest.mark.slow
 def test_resume_goes_on_with_the_same_run(machine: Machine):
     training = {"max_steps": 400, "per_device_train_batch_size": 2, "logging_steps": 2, "save_steps": 4}
     config = write_config(machine.folder, training=training)
@@ -83,6 +84,7 @@ def test_resume_goes_on_with_the_same_run(machine: Machine):
     assert machine.json("run.json")["sessions"] == 2
 
 
+@pytest.mark.slow
 def test_what_a_run_is_stays_what_it_was_when_it_began(machine: Machine):
     """The file is edited, and used again for other runs, while and after the first one trains."""
     training = {"max_steps": 8, "per_device_train_batch_size": 2, "learning_rate": 1e-3, "save_steps": 8}
@@ -150,8 +152,13 @@ def test_a_run_file_that_is_not_there(machine: Machine):
     ("changes", "reason", "words"),
     [
         ({"dataset": "row.jsonl"}, "missing_file", ["row.jsonl", "rows.jsonl"]),
-        ({"training": {"max_stepps": 3}}, "config", ["training.max_stepps", "max_steps"]),
-        ({"model": "./no-model"}, "missing_file", ["no-model"]),
+        pytest.param(
+            {"training": {"max_stepps": 3}},
+            "config",
+            ["training.max_stepps", "max_steps"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"model": "./no-model"}, "missing_file", ["no-model"], marks=pytest.mark.slow),
         ({"resume": True}, "config", ["resume", "checkpoint"]),
     ],
     ids=["missing_data", "unknown_training_key", "missing_model", "resume_without_checkpoint"],

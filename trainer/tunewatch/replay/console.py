@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tunewatch.health.reading import is_eval_loss
-from tunewatch.replay.dicts import MAX_DICT, START, close, numbers
+from tunewatch.replay.dicts import MAX_DICT, START, close, closings, numbers
 from tunewatch.replay.entries import (
     Entries,
     Steps,
@@ -170,6 +170,7 @@ class Dicts:
             self._carried += 1
             text, self._open, before = self._open + text, "", self._open_before
         at = 0
+        ends: dict[int, int] | None = None
         while start := START.search(text, at):
             opens = start.start()
             if opens > at:
@@ -177,6 +178,9 @@ class Dicts:
                 if before:
                     self._other(before)
             end = close(text, opens)
+            if end is None:
+                ends = closings(text, opens) if ends is None else ends
+                end = ends.get(opens)
             if end is None:
                 broken = _later_start(text, start.end())
                 if broken is None:
@@ -255,7 +259,7 @@ def _is_labelled(text: str) -> bool:
 def _later_start(text: str, at: int) -> int | None:
     """Where another dict opens that is no value of the one before: that one was never finished."""
     for start in START.finditer(text, at):
-        if not _VALUE.search(text[at : start.start()][-MAX_BEFORE:]):
+        if not _VALUE.search(text[max(at, start.start() - MAX_BEFORE) : start.start()]):
             return start.start()
     return None
 

@@ -32,16 +32,24 @@ scan_json: Callable[[str, int], tuple[Any, int]] = make_scanner(json.JSONDecoder
 
 
 def close(text: str, start: int) -> int | None:
-    """Where the dict that opens at `start` ends; None where it does not."""
+    """Where the dict that opens at `start` ends, if none opens within it; else None, and `closings` tells."""
     end = text.find("}", start)
-    if end >= 0 and text.find("{", start + 1, end) < 0:
-        return end + 1
-    depth = 0
+    return end + 1 if end >= 0 and text.find("{", start + 1, end) < 0 else None
+
+
+def closings(text: str, start: int) -> dict[int, int]:
+    """Where each dict that opens at or behind `start` ends, by its start; those that do not are left out.
+
+    One look at the text, however many open in it and never end.
+    """
+    found: dict[int, int] = {}
+    opened: list[int] = []
     for brace in _BRACE.finditer(text, start):
-        depth += 1 if brace.group() == "{" else -1
-        if not depth:
-            return brace.end()
-    return None
+        if brace.group() == "{":
+            opened.append(brace.start())
+        elif opened:
+            found[opened.pop()] = brace.end()
+    return found
 
 
 def numbers(text: str) -> dict[str, float]:
@@ -92,6 +100,10 @@ def _number(value: object) -> float | None:
 
 def first_dict(text: str) -> dict[str, float] | None:
     """The numbers of the first dict in a line; None where there is no whole one."""
-    start = START.search(text[:MAX_DICT])
-    end = close(text[:MAX_DICT], start.start()) if start else None
-    return (numbers(text[start.start() : end]) or None) if start and end else None
+    text = text[:MAX_DICT]
+    start = START.search(text)
+    if start is None:
+        return None
+    opens = start.start()
+    end = close(text, opens) or closings(text, opens).get(opens)
+    return (numbers(text[opens:end]) or None) if end else None
