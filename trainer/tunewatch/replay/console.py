@@ -177,7 +177,7 @@ class Dicts:
                 before = text[at:opens].strip()
                 if before:
                     self._other(before)
-            end = close(text, opens)
+            end = close(text, opens) if ends is None else None
             if end is None:
                 ends = closings(text, opens) if ends is None else ends
                 end = ends.get(opens)
