@@ -439,7 +439,9 @@ def test_rules_in_fast_time_do_the_same_in_less_time(tmp_path: Path, name: str) 
     """
     document = _load(ROOT / "prometheus" / "tests" / name)
     document["evaluation_interval"] = "3s"
-    document["rule_files"] = [str(path) for path in _write(tmp_path, render_rules(time_scale=5))]
+    tested = {Path(file).name for file in document["rule_files"]}
+    faster = _write(tmp_path, render_rules(time_scale=5))
+    document["rule_files"] = [str(path) for path in faster if path.name in tested]
     for case in document["tests"]:
         assert case["interval"] == "15s"
         case["interval"] = "3s"

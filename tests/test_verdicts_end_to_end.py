@@ -164,11 +164,6 @@ FAULTS = {
         ((NOT_LEARNING, "diverging"),),
         also=((ATTENTION, "spikes"), (ATTENTION, "grad_explosion")),
     ),
-    "huge": Fault(
-        simply("huge"),
-        ((NOT_LEARNING, "diverging"),),
-        also=((ATTENTION, "spikes"), (ATTENTION, "grad_explosion")),
-    ),
     "overfitting": Fault(
         simply("overfitting"), ((ATTENTION, "overfitting"),), also=((ATTENTION, "collapsed_loss"),)
     ),

@@ -188,12 +188,6 @@ def diverging():
     train(arguments(max_steps=ENDLESS, **settings), sentences(64))
 
 
-def huge():
-    """A learning rate that is too high from the first step on."""
-    settings = {"learning_rate": 1.0, "lr_scheduler_type": "constant", "warmup_steps": 0}
-    train(arguments(max_steps=ENDLESS, **settings), sentences(64))
-
-
 def overfitting():
     settings = {"learning_rate": 1e-2, "lr_scheduler_type": "constant", "warmup_steps": 0}
     train(evaluating(10, max_steps=ENDLESS, **settings), noise(16), noise(16))
