@@ -6,6 +6,7 @@ import re
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
@@ -208,7 +209,7 @@ def _id(name: str, run: Survey) -> str:
     return f"00000000-{slug or 'run'}-{run.digest}"
 
 
-class _Importer:
+class _Importer(ABC):
     """Plays the events of a run, and gives its samples on."""
 
     def __init__(self, interval: float) -> None:
@@ -218,12 +219,12 @@ class _Importer:
     def close(self) -> None:
         self._samples.close()
 
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: B027 - blocks are done when each run is
         """All runs were taken."""
 
+    @abstractmethod
     def take(self, run: _Run, events: Iterable[Event]) -> Outcome:
         """Import a run; its events may be left unread."""
-        raise NotImplementedError
 
     def _window(self, run: _Run, at: int) -> bool:
         """The samples that come are of that time (Unix ms); whether they begin something new."""
